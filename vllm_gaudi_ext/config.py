@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the engine's settings mean for fast prefill: nothing to skip, refused, or the normal path."""
+
+import os
+from typing import Any
+
+from vllm.config import VllmConfig
+
+FLAG = "--kv-sharing-fast-prefill"
+
+
+def inert_reason(text_config: Any) -> str | None:
+    """Why there is nothing to skip in a model of this text config, or None if there is."""
+    num_layers, num_shared = text_config.num_hidden_layers, getattr(text_config, "num_kv_shared_layers", 0) or 0
+    if num_shared <= 0:
+        return "the model has no KV-shared layers"
+    if num_shared >= num_layers:
+        return "all layers of the model are KV-shared"
+    first = num_layers - num_shared
+    own, shared = set(text_config.layer_types[:first]), set(text_config.layer_types[first:])
+    if not shared <= own:
+        return f"no earlier layer owns the KV cache of the KV-shared {', '.join(sorted(shared - own))} layers"
+    return None
+
+
+def refuse_unsupported(vllm_config: VllmConfig) -> None:
+    """Refuse the settings of the engine that fast prefill would turn into wrong results.
+
+    Raises:
+        ValueError: naming the setting to change.
+    """
+    cache_dtype = vllm_config.cache_config.cache_dtype
+    if cache_dtype.startswith("fp8"):
+        raise ValueError(
+            f"{FLAG} does not support the FP8 KV cache (--kv-cache-dtype {cache_dtype}): "
+            f"set --kv-cache-dtype auto, or drop {FLAG}."
+        )
+    pipeline_parallel_size = vllm_config.parallel_config.pipeline_parallel_size
+    if pipeline_parallel_size > 1:
+        raise ValueError(
+            f"{FLAG} does not support pipeline parallelism (--pipeline-parallel-size {pipeline_parallel_size}): "
+            f"set --pipeline-parallel-size 1, or drop {FLAG}."
+        )
+
+
+def check_at_load() -> None:
+    """Check, in the process that loads the model, what only that process can know.
+
+    Raises:
+        ValueError: if vllm or vllm-gaudi is not what this package was verified with, or if the plugin's settings
+        leave the
+            prompt tokens unflattened.
+    """
+    from vllm_gaudi.extension.runtime import get_config
+
+    from vllm_gaudi_ext.hpu import VERIFIED, drift, out_of_range
+
+    findings = out_of_range() or drift()
+    if findings:
+        ranges = " and ".join(f"{name} {verified}" for name, verified in VERIFIED.items())
+        raise ValueError(f"{FLAG} needs {ranges}: {'; '.join(findings)}. Install those versions, or drop {FLAG}.")
+    if not get_config().flatten_input:
+        raise ValueError(f"{FLAG} needs flattened prompts for a text-only Gemma 4: set VLLM_FLATTEN_INPUT=1.")
+
+
+def normal_path_reason(vllm_config: VllmConfig) -> str | None:
+    """Why all prompt passes take the normal path under these settings, or None if they may be fast."""
+    from vllm_gaudi.extension.runtime import get_config
+
+    if get_config().merged_prefill:
+        return "merged prefill (VLLM_MERGED_PREFILL) is not supported"
+    if os.environ.get("QUANT_CONFIG"):
+        return "quantization or calibration with INC (QUANT_CONFIG) is not supported"
+    if vllm_config.model_config.pooler_config is not None:
+        return "a pooling model reads every token"
+    if vllm_config.kv_transfer_config is not None:
+        return "KV connectors (--kv-transfer-config) are not supported"
+    return None

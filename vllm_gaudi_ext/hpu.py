@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything this package takes from vllm-gaudi and from vLLM's Gemma 4, and the check that it is still there.
+
+A change in either that concerns this package is followed up here: the classes it builds on, the fields it reads, the
+buffers of the rotary embedding, and the versions it was run against.
+"""
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+from vllm.forward_context import ForwardContext
+from vllm.model_executor.models.gemma4 import Gemma4DecoderLayer, Gemma4ForCausalLM, Gemma4Model
+from vllm_gaudi.attention.backends.hpu_attn import HPUAttentionImpl
+from vllm_gaudi.extension.ops import LoraMask
+from vllm_gaudi.models.gemma4 import HpuGemma4ForConditionalGeneration, HpuGemma4Model
+from vllm_gaudi.models.gemma4 import _apply_hpu_gemma4_patches as apply_hpu_gemma4_patches
+from vllm_gaudi.models.gemma4 import _hpu_run_decoder_layers as run_decoder_layers
+from vllm_gaudi.v1.attention.backends.hpu_attn import HPUAttentionBackendV1, HPUAttentionMetadataV1
+
+__all__ = [
+    "Gemma4ForCausalLM",
+    "HPUAttentionBackendV1",
+    "HPUAttentionImpl",
+    "HpuGemma4ForConditionalGeneration",
+    "HpuGemma4Model",
+    "READ_AT_SEVERAL_ROWS",
+    "Context",
+    "PromptPass",
+    "apply_hpu_gemma4_patches",
+    "drift",
+    "out_of_range",
+    "prompt_pass",
+    "reduced_to_rows",
+    "run_decoder_layers",
+]
+
+METADATA_FIELDS = (
+    *("is_prompt", "seq_lens_tensor", "slot_mapping", "block_size", "prep_initial_states"),
+    *("block_list", "attn_bias", "window_block_list", "window_attn_bias"),
+)
+VERIFIED = {"vllm": SpecifierSet(">=0.26,<0.31"), "vllm-gaudi": SpecifierSet(">=0.26,<0.28")}
+
+
+# How many rows of a sequence are read after a pass is known to the runner alone. It tells the model in a metadata field
+# that only mamba layers use otherwise: fields are part of a graph's inputs, so that a replayed graph never serves the
+# other kind of pass.
+READ_AT_SEVERAL_ROWS = "prep_initial_states"
+
+
+class Context(NamedTuple):
+    """The cached context in front of a prompt pass, as the layers of one attention type see it."""
+
+    block_list: torch.Tensor  # [batch * blocks] int32, -1 for padding
+    block_size: int  # tokens per block
+    attn_bias: torch.Tensor  # [batch, 1, padded_len, blocks * block_size + padded_len], the pass' own additive mask
+
+
+class PromptPass(NamedTuple):
+    """A prompt pass: a padded batch of sequences, real tokens first in each row, with or without cached context."""
+
+    query_lens: torch.Tensor  # [batch] int32, real tokens per sequence in this pass, 0 for a padding sequence
+    slot_mapping: torch.Tensor  # [batch, padded_len] int64, KV cache slot of each position, -1 for padding
+    full_context: Context | None  # context of the full-attention layers
+    sliding_context: Context | None  # context of the sliding-window layers: its last blocks, which hold the window
+
+
+def prompt_pass(attn_metadata: Any) -> PromptPass | None:
+    """The pass that ``attn_metadata`` describes, if the KV-shared layers may run on its last tokens alone, else None.
+
+    Only what is part of a graph's key decides: the kind of pass, which fields are None, and shapes; never a tensor's
+    values.
+    """
+    if attn_metadata is None or not attn_metadata.is_prompt or getattr(attn_metadata, READ_AT_SEVERAL_ROWS):
+        return None
+    query_lens, slot_mapping = attn_metadata.seq_lens_tensor, attn_metadata.slot_mapping
+    if attn_metadata.block_list is None:
+        return PromptPass(query_lens, slot_mapping, None, None)
+
+    # The plugin gives the sliding layers blocks of their own if it knows the model type, else all of them.
+    window_block_list = attn_metadata.window_block_list
+    if window_block_list is None:
+        window_block_list = attn_metadata.block_list
+    block_size = attn_metadata.block_size
+    contexts = (
+        Context(attn_metadata.block_list, block_size, attn_metadata.attn_bias),
+        Context(window_block_list, block_size, attn_metadata.window_attn_bias),
+    )
+    for context in contexts:
+        # Without FusedSDPA the plugin masks the context of no sliding layer; what it then does is not ours to repeat.
+        frame_len = context.block_list.numel() // query_lens.size(0) * block_size + slot_mapping.size(1)
+        if context.attn_bias is None or context.attn_bias.size(-1) != frame_len:
+            return None
+    return PromptPass(query_lens, slot_mapping, *contexts)
+
+
+@contextlib.contextmanager
+def reduced_to_rows(rotary_modules: Iterable[Any], rows: torch.Tensor) -> Iterator[None]:
+    """For the duration of the block, reduce to ``rows`` what the plugin keeps prepared for all tokens of a pass.
+
+    The HPU rotary embedding ignores the positions it is called with once the model adapter has prepared its ``cos``
+    and ``sin``, [tokens, 1, rotary_dim]; LoRA layers multiply by a mask that selects each token's adapter, [tokens,
+    max_loras * max_rank]. All is put back as it was, also when the block raises: the adapter deletes cos and sin.
+
+    Args:
+        rotary_modules: modules that may hold prepared cos/sin; the others use the positions they are given.
+        rows: [rows] int64.
+    """
+    prepared = [(module, module.cos, module.sin) for module in rotary_modules if hasattr(module, "cos")]
+    lora_mask = LoraMask.getLoraMask()
+    try:
+        for module, cos, sin in prepared:
+            module.cos = cos.index_select(0, rows)
+            module.sin = sin.index_select(0, rows)
+        if lora_mask is not None:
+            LoraMask.setLoraMask(lora_mask.index_select(0, rows))
+        yield
+    finally:
+        for module, cos, sin in prepared:
+            module.cos = cos
+            module.sin = sin
+        LoraMask.setLoraMask(lora_mask)
+
+
+def drift() -> list[str]:
+    """Where the installed vllm and vllm-gaudi differ from what this package relies on; empty if nowhere.
+
+    Raises:
+        ImportError: if a module is not there at all.
+    """
+    from vllm_gaudi.extension.runtime import get_config
+    from vllm_gaudi.ops.hpu_rotary_embedding import HPURotaryEmbedding
+    from vllm_gaudi.v1.worker.hpu_model_runner import BatchContents, HPUModelRunner
+
+    model_args = ("input_ids", "positions", "intermediate_tensors", "inputs_embeds", "per_layer_inputs")
+    layer_args = ("positions", "hidden_states", "residual", "per_layer_input")
+    attention_args = ("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output")
+    attention_attributes = ("num_heads", "num_kv_heads", "head_size", "scale", "sliding_window")
+    findings = [
+        *_missing_parameters(HpuGemma4Model.forward, model_args),
+        *_missing_parameters(Gemma4DecoderLayer.forward, layer_args),
+        *_missing_parameters(run_decoder_layers, ("decoder_layers", "positions", "hidden_states", "per_layer_inputs")),
+        *_missing_parameters(apply_hpu_gemma4_patches, ("language_model",)),
+        *_missing_parameters(Gemma4Model.embed_input_ids, ("input_ids",)),
+        *_missing_parameters(Gemma4Model.get_per_layer_inputs, ("input_ids",)),
+        *_missing_parameters(Gemma4Model.project_per_layer_inputs, ("inputs_embeds", "per_layer_inputs")),
+        *_missing_parameters(HPUAttentionImpl.forward, attention_args),
+        *_missing_parameters(HPUAttentionBackendV1.get_impl_cls, ()),
+        *_missing_parameters(get_config, ()),
+        *_missing_parameters(LoraMask.getLoraMask, ()),
+        *_missing_parameters(LoraMask.setLoraMask, ("mask",)),
+        *_missing_fields(HPUAttentionMetadataV1, METADATA_FIELDS),
+        *_missing_parameters(HPUModelRunner._form_prefill_batch, ("contents",)),
+        *_missing_fields(BatchContents, ("logits_positions",)),
+        *_missing_fields(ForwardContext, ("attn_metadata",)),
+        *_unassigned(Gemma4Model, ("layers", "norm", "fast_prefill_enabled")),
+        *_unassigned(HPUAttentionImpl, (*attention_attributes, "kv_sharing_target_layer_name")),
+        *_unassigned(HPURotaryEmbedding, ("cos", "sin")),
+    ]
+    return findings
+
+
+def out_of_range() -> list[str]:
+    """Which of vllm and vllm-gaudi is a release outside the range that this package was verified with.
+
+    A build without a release version, such as a checkout, has nothing to compare and is judged by ``drift`` alone.
+    """
+    findings = []
+    for distribution, verified in VERIFIED.items():
+        try:
+            version = Version(importlib.metadata.version(distribution))
+        except (importlib.metadata.PackageNotFoundError, InvalidVersion):
+            continue
+        is_checkout = version.release < (0, 2)
+        if not is_checkout and not verified.contains(version.base_version):
+            findings.append(f"{distribution} {version} is outside the verified range {verified}")
+    return findings
+
+
+def _where(obj: Callable[..., Any]) -> str:
+    return f"{obj.__module__}.{obj.__qualname__}"
+
+
+def _missing_parameters(function: Callable[..., Any], names: tuple[str, ...]) -> list[str]:
+    parameters = inspect.signature(function).parameters
+    return [f"{_where(function)} has no parameter {name!r}" for name in names if name not in parameters]
+
+
+def _missing_fields(cls: type, names: tuple[str, ...]) -> list[str]:
+    fields = {field.name for field in dataclasses.fields(cls)}
+    return [f"{_where(cls)} has no field {name!r}" for name in names if name not in fields]
+
+
+def _unassigned(cls: type, names: tuple[str, ...]) -> list[str]:
+    source = inspect.getsource(cls)
+    return [
+        f"{_where(cls)} does not set {name!r}"
+        for name in names
+        if not re.search(rf'self\.{name}\b[^=(\n]*=|register_buffer\(\s*"{name}"', source)
+    ]

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this package changes in vllm and vllm-gaudi: all of it, when, and why.
+
+When it is registered: the registry entries of the Gemma 4 models, and that they outlive a later registration by the
+plugin. With the flag on, in the process that accepts requests: what is refused. With the flag on, in the process that
+loads the model: how many rows the runner reads. (The model itself is set up in ``vllm_gaudi_ext.models.gemma4``.)
+"""
+
+import functools
+from typing import Any
+
+import vllm_gaudi.models
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.model_executor.models.config import MODELS_CONFIG_MAP, Gemma4Config
+from vllm.model_executor.models.registry import ModelRegistry
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.input_processor import InputProcessor
+
+from vllm_gaudi_ext.config import FLAG, inert_reason, refuse_unsupported
+
+logger = init_logger(f"vllm.{__name__}")  # a child of the logger that vLLM configures
+
+MODELS = {
+    "Gemma4ForConditionalGeneration": "vllm_gaudi_ext.models.gemma4:HpuGemma4FastPrefillForConditionalGeneration",
+    "Gemma4ForCausalLM": "vllm_gaudi_ext.models.gemma4:HpuGemma4FastPrefillForCausalLM",
+}
+
+
+def install() -> None:
+    """Register the models and the check of the engine's settings. Calling it again changes nothing."""
+    for architecture in MODELS:
+        MODELS_CONFIG_MAP[architecture] = Gemma4FastPrefillConfig
+    try:
+        import vllm_gaudi_ext.hpu  # noqa: F401
+    except ImportError as error:
+        Gemma4FastPrefillConfig.misfit = str(error)
+        logger.warning_once("vllm-gaudi-ext does not fit what is installed, so %s is refused: %s", FLAG, error)
+        return
+    _register_models()
+    _register_models_after_plugin()
+
+
+class Gemma4FastPrefillConfig(Gemma4Config):
+    """The hook that vLLM calls while it builds the configuration of a Gemma 4 engine.
+
+    It is the first place at which the flag is known: in the process that accepts requests, before any weight is loaded.
+    """
+
+    misfit: str | None = None
+
+    @classmethod
+    def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        super().verify_and_update_config(vllm_config)
+        if not vllm_config.cache_config.kv_sharing_fast_prefill:
+            return
+        if cls.misfit is not None:
+            raise ValueError(f"{FLAG} needs a vllm-gaudi that vllm-gaudi-ext fits: {cls.misfit}. Drop {FLAG}.")
+        if inert_reason(vllm_config.model_config.hf_text_config) is None:
+            refuse_unsupported(vllm_config)
+        _refuse_prompt_logprobs()
+
+
+def _register_models() -> None:
+    for architecture, model_class in MODELS.items():
+        ModelRegistry.register_model(architecture, model_class)
+
+
+@functools.cache
+def _register_models_after_plugin() -> None:
+    """Keep our registrations when vllm-gaudi registers its models later than this package, or again.
+
+    The last registration of an architecture wins, and vLLM loads plugins in the order in which importlib finds them.
+    """
+    plugin_register_model = vllm_gaudi.models.register_model
+
+    @functools.wraps(plugin_register_model)
+    def register_model() -> None:
+        plugin_register_model()
+        _register_models()
+
+    vllm_gaudi.models.register_model = register_model
+
+
+@functools.cache
+def _refuse_prompt_logprobs() -> None:
+    """Refuse requests for prompt logprobs, which read every prompt token's hidden state, before they reach an engine.
+
+    vLLM refuses them with the flag on its asynchronous path alone, and lets ``prompt_logprobs=0`` pass; the plugin's
+    engine does not survive either on Gemma 4.
+    """
+    validate_params = InputProcessor._validate_params
+
+    @functools.wraps(validate_params)
+    def _validate_params(self: InputProcessor, params: Any, *args: Any, **kwargs: Any) -> None:
+        if (
+            self.cache_config.kv_sharing_fast_prefill
+            and self.model_config.architecture in MODELS
+            and isinstance(params, SamplingParams)
+            and params.prompt_logprobs is not None
+        ):
+            raise ValueError(
+                f"prompt_logprobs (and echo with logprobs) reads every prompt token, which {FLAG} skips: "
+                f"leave it out of the request, or start the server without {FLAG}."
+            )
+        validate_params(self, params, *args, **kwargs)
+
+    InputProcessor._validate_params = _validate_params
+
+
+@functools.cache
+def mark_passes_read_at_several_rows() -> None:
+    """Have the runner mark the prompt passes of which it reads more than the last row of a sequence.
+
+    It does so for tokens that are computed again past the end of a prompt. Without the mark such a pass would return
+    unfinished hidden states in all rows but the last.
+    """
+    from vllm_gaudi.v1.worker.hpu_model_runner import HPUModelRunner
+
+    from vllm_gaudi_ext.hpu import READ_AT_SEVERAL_ROWS
+
+    form_prefill_batch = HPUModelRunner._form_prefill_batch
+
+    @functools.wraps(form_prefill_batch)
+    def _form_prefill_batch(self: Any, contents: Any) -> Any:
+        batch = form_prefill_batch(self, contents)
+        if any(len(positions) > 1 for positions in contents.logits_positions):
+            for attn_metadata in batch.attn_metadata:
+                setattr(attn_metadata, READ_AT_SEVERAL_ROWS, True)
+        return batch
+
+    HPUModelRunner._form_prefill_batch = _form_prefill_batch
