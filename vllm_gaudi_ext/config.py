@@ -29,12 +29,6 @@ def refuse_unsupported(vllm_config: VllmConfig) -> None:
     Raises:
         ValueError: naming the setting to change.
     """
-    cache_dtype = vllm_config.cache_config.cache_dtype
-    if cache_dtype.startswith("fp8"):
-        raise ValueError(
-            f"{FLAG} does not support the FP8 KV cache (--kv-cache-dtype {cache_dtype}): "
-            f"set --kv-cache-dtype auto, or drop {FLAG}."
-        )
     pipeline_parallel_size = vllm_config.parallel_config.pipeline_parallel_size
     if pipeline_parallel_size > 1:
         raise ValueError(

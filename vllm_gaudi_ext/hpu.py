@@ -19,6 +19,7 @@ from packaging.version import InvalidVersion, Version
 from vllm.forward_context import ForwardContext
 from vllm.model_executor.models.gemma4 import Gemma4DecoderLayer, Gemma4ForCausalLM, Gemma4Model
 from vllm_gaudi.attention.backends.hpu_attn import HPUAttentionImpl
+from vllm_gaudi.attention.backends.hpu_attn import _set_fetch_by_id as set_fetch_by_id
 from vllm_gaudi.extension.ops import LoraMask
 from vllm_gaudi.models.gemma4 import HpuGemma4ForConditionalGeneration, HpuGemma4Model
 from vllm_gaudi.models.gemma4 import _apply_hpu_gemma4_patches as apply_hpu_gemma4_patches
@@ -36,6 +37,7 @@ __all__ = [
     "PromptPass",
     "apply_hpu_gemma4_patches",
     "drift",
+    "fetch_slots",
     "out_of_range",
     "prompt_pass",
     "reduced_to_rows",
@@ -99,6 +101,21 @@ def prompt_pass(attn_metadata: Any) -> PromptPass | None:
         if context.attn_bias is None or context.attn_bias.size(-1) != frame_len:
             return None
     return PromptPass(query_lens, slot_mapping, *contexts)
+
+
+def fetch_slots(cache_module: Any, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Read KV cache slots the way the plugin does, which dequantizes an FP8 cache.
+
+    Args:
+        cache_module: the ``k_cache`` or ``v_cache`` of an attention layer.
+        cache: [num_slots, num_kv_heads, head_size].
+        slots: [n] int64.
+
+    Returns:
+        [n, num_kv_heads, head_size] in the model's dtype.
+    """
+    set_fetch_by_id(cache_module, True)  # contiguous paged attention would read the first n slots instead
+    return cache_module.fetch_from_cache(cache, slots)
 
 
 @contextlib.contextmanager

@@ -83,7 +83,7 @@ def context_slots(
 def single_query_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Grouped-query attention of one query per sequence, softmax in float32.
+    """Grouped-query attention of one query per sequence, in float32 from the scores to the weighted sum.
 
     Args:
         query: [batch, num_heads, head_size].
@@ -95,10 +95,9 @@ def single_query_attention(
     Returns:
         [batch, num_heads, head_size] in the dtype of ``query``.
     """
-    batch, num_heads, head_size = query.shape
-    query = (query * scale).view(batch, key.size(2), -1, head_size)  # [batch, num_kv_heads, group, head_size]
-    scores = torch.matmul(query, key.permute(0, 2, 3, 1)).float()  # [batch, num_kv_heads, group, width]
+    grouped = query.float().unflatten(1, (key.size(2), -1))  # [batch, num_kv_heads, group, head_size]
+    scores = torch.matmul(grouped * scale, key.float().permute(0, 2, 3, 1))  # [batch, num_kv_heads, group, width]
     scores = scores.masked_fill(~visible[:, None, None, :], float("-inf"))
-    weights = torch.softmax(scores, dim=-1).to(value.dtype)
-    output = torch.matmul(weights, value.transpose(1, 2))  # [batch, num_kv_heads, group, head_size]
-    return output.reshape(batch, num_heads, head_size).to(query.dtype)
+    weights = torch.softmax(scores, dim=-1)
+    output = torch.matmul(weights, value.float().transpose(1, 2))  # [batch, num_kv_heads, group, head_size]
+    return output.flatten(1, 2).to(query.dtype)

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm_gaudi_ext.hpu import HPUAttentionBackendV1, HPUAttentionImpl, PromptPass
+from vllm_gaudi_ext.hpu import HPUAttentionBackendV1, HPUAttentionImpl, PromptPass, fetch_slots
 from vllm_gaudi_ext.ops import context_slots, single_query_attention, visible_slots
 
 
@@ -38,11 +38,13 @@ class HpuSharedKVAttentionImpl(HPUAttentionImpl):
         if context is not None:
             past = context_slots(context.block_list, context.block_size, context.attn_bias, prompt.query_lens)
             slots, visible = torch.cat((past[0], slots), dim=1), torch.cat((past[1], visible), dim=1)
-        key, value = (
-            cache.index_select(0, slots.flatten()).view(*slots.shape, self.num_kv_heads, self.head_size)
-            for cache in kv_cache[:2]
+        return SharedKV(
+            *(
+                fetch_slots(module, cache, slots.flatten()).view(*slots.shape, self.num_kv_heads, self.head_size)
+                for module, cache in zip((self.k_cache, self.v_cache), kv_cache, strict=False)
+            ),
+            visible,
         )
-        return SharedKV(key, value, visible)
 
     def forward(
         self,

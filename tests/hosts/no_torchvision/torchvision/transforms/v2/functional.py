@@ -1,0 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
+from torchvision.transforms.functional import InterpolationMode
+
+__all__ = ["InterpolationMode"]
