@@ -38,13 +38,10 @@ class HpuSharedKVAttentionImpl(HPUAttentionImpl):
         if context is not None:
             past = context_slots(context.block_list, context.block_size, context.attn_bias, prompt.query_lens)
             slots, visible = torch.cat((past[0], slots), dim=1), torch.cat((past[1], visible), dim=1)
-        return SharedKV(
-            *(
-                fetch_slots(module, cache, slots.flatten()).view(*slots.shape, self.num_kv_heads, self.head_size)
-                for module, cache in zip((self.k_cache, self.v_cache), kv_cache, strict=False)
-            ),
-            visible,
-        )
+        shape = (*slots.shape, self.num_kv_heads, self.head_size)
+        key = fetch_slots(self.k_cache, kv_cache[0], slots.flatten()).view(shape)
+        value = fetch_slots(self.v_cache, kv_cache[1], slots.flatten()).view(shape)
+        return SharedKV(key, value, visible)
 
     def forward(
         self,
