@@ -25,30 +25,33 @@ def prompt_passes(passes):
     return [rows for rows in passes if rows[0] >= BLOCK]
 
 
+# Layers that run on every token: those with a KV cache of their own, but for the last of them where it is reduced.
+PLAIN = {"VLLM_GAUDI_EXT_REDUCE_KV_PRODUCER": "0"}
+
 CASES = {
-    "E2B, cap 1": ("E2B", "Gemma4ForConditionalGeneration", 128, 1),
-    "E2B, cap 4": ("E2B", "Gemma4ForConditionalGeneration", 128, 4),
-    "E2B, cap 8": ("E2B", "Gemma4ForConditionalGeneration", 128, 8),
-    "E4B, window of two blocks, cap 4": ("E4B", "Gemma4ForConditionalGeneration", 256, 4),
-    "E2B text-only, cap 4": ("E2B", "Gemma4ForCausalLM", 128, 4),
-    "E4B text-only, cap 1": ("E4B", "Gemma4ForCausalLM", 128, 1),
+    "E2B, cap 1": ("E2B", "Gemma4ForConditionalGeneration", 128, 1, {}),
+    "E2B, cap 4": ("E2B", "Gemma4ForConditionalGeneration", 128, 4, {}),
+    "E2B, cap 8": ("E2B", "Gemma4ForConditionalGeneration", 128, 8, {}),
+    "E2B, cap 4, whole KV producer": ("E2B", "Gemma4ForConditionalGeneration", 128, 4, PLAIN),
+    "E4B, window of two blocks, cap 4": ("E4B", "Gemma4ForConditionalGeneration", 256, 4, {}),
+    "E2B text-only, cap 4": ("E2B", "Gemma4ForCausalLM", 128, 4, {}),
+    "E4B text-only, cap 1": ("E4B", "Gemma4ForCausalLM", 128, 1, {}),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_on_equals_off_and_reference(case, tmp_path):
-    shape, architecture, window, cap = CASES[case]
+    shape, architecture, window, cap, env = CASES[case]
     checkpoint = make_checkpoint(tmp_path, shape=shape, architecture=architecture, sliding_window=window)
     prompts = prompts_of(LENGTHS)
-    settings = {"prompt_batch_cap": cap}
     if architecture == "Gemma4ForCausalLM":
-        settings["env"] = {"VLLM_FLATTEN_INPUT": "1"}
+        env = env | {"VLLM_FLATTEN_INPUT": "1"}
     tokens, passes = {}, {}
     for fast in (False, True):
-        llm = engine.make_llm(checkpoint, fast=fast, **settings)
+        llm = engine.make_llm(checkpoint, fast=fast, prompt_batch_cap=cap, env=env)
         with engine.count_rows(llm) as passes[fast]:
             tokens[fast] = engine.generate(llm, prompts, max_tokens=32)
-        shared = [layer.self_attn.is_kv_shared_layer for layer in engine.layers_of(llm)]
+        own_kv = [not layer.self_attn.is_kv_shared_layer for layer in engine.layers_of(llm)]
         engine.close(llm)
 
     assert tokens[True] == tokens[False]
@@ -62,7 +65,8 @@ def test_on_equals_off_and_reference(case, tmp_path):
         assert set(whole) == {reduced[0]}
         batch = reduced[-1]
         batches.add(batch)
-        assert reduced == [batch if is_shared else whole[0] for is_shared in shared]
+        whole_layers = sum(own_kv) - (env != PLAIN)
+        assert reduced == whole[:whole_layers] + [batch] * (len(own_kv) - whole_layers)
         assert reduced[0] % (batch * BLOCK) == 0
     assert max(batches) <= cap
     assert (max(batches) > 1) == (cap > 1)
@@ -93,7 +97,7 @@ def test_other_rows_are_never_read(fast_llm):
         result[last] = hidden_states[last]
         return result
 
-    hook = engine.text_model_of(fast_llm).register_forward_hook(poison)
+    hook = engine.model_of(fast_llm).register_forward_hook(poison)
     try:
         assert engine.generate(fast_llm, prompts_of([5, 40, 200])) == expected
     finally:
@@ -109,13 +113,14 @@ def test_padding_rows_are_finite(fast_llm):
         if get_forward_context().attn_metadata.is_prompt:
             outputs.append(hidden_states)
 
-    hook = engine.text_model_of(fast_llm).register_forward_hook(record)
+    hook = engine.model_of(fast_llm).register_forward_hook(record)
     try:
         with engine.count_rows(fast_llm) as passes:
             engine.generate(fast_llm, prompts_of([5, 40, 200]))
     finally:
         hook.remove()
     assert passes[0][-1] == 4
+    assert outputs
     assert all(torch.isfinite(hidden_states).all() for hidden_states in outputs)
 
 
@@ -140,12 +145,39 @@ def test_kv_cache_is_bit_equal_and_shared_layers_never_write(e2b):
     assert not writes
 
 
-def test_four_layers_of_which_two_shared(tmp_path):
-    """A 5-token prompt, padded to one block, is seen whole by two layers and as one row by two."""
+@pytest.mark.parametrize(("env", "rows"), [(PLAIN, [128, 128, 1, 1]), ({}, [128, 1, 1, 1])])
+def test_four_layers_of_which_two_shared(env, rows, tmp_path):
+    """A 5-token prompt, padded to one block; the second layer is the last that has a KV cache of its own."""
     types = ["sliding_attention", "full_attention"] * 2
     checkpoint = make_checkpoint(tmp_path, num_layers=4, num_kv_shared_layers=2, layer_types=types)
-    llm = engine.make_llm(checkpoint, fast=True)
+    llm = engine.make_llm(checkpoint, fast=True, env=env)
     with engine.count_rows(llm) as passes:
         engine.generate(llm, prompts_of([5]), max_tokens=2)
     engine.close(llm)
-    assert passes == [[128, 128, 1, 1], [1, 1, 1, 1]]
+    assert passes == [rows, [1, 1, 1, 1]]
+
+
+def test_linear_layers_of_the_kv_producer(e2b):
+    """Of 300 tokens, padded to 384: K and V of all, query, output and MLP of the last."""
+    rows = {}
+
+    def record(name):
+        return lambda module, args: rows.setdefault(name, []).append(args[0].shape[0])
+
+    llm = engine.make_llm(e2b, fast=True)
+    layer = engine.layers_of(llm)[4]
+    assert not layer.self_attn.is_kv_shared_layer
+    assert engine.layers_of(llm)[5].self_attn.is_kv_shared_layer
+    for name in ("self_attn.q_norm", "self_attn.k_norm", "self_attn.v_norm", "self_attn.o_proj", "mlp.gate_up_proj"):
+        layer.get_submodule(name).register_forward_pre_hook(record(name))
+    engine.generate(llm, prompts_of([300]), max_tokens=1)
+    engine.close(llm)
+    padded_len = max(rows["self_attn.k_norm"])
+    assert padded_len >= 300
+    assert rows == {
+        "self_attn.q_norm": [1],
+        "self_attn.k_norm": [padded_len, 1],  # the layer on the last token has its K/V once more, which nothing reads
+        "self_attn.v_norm": [padded_len, 1],
+        "self_attn.o_proj": [1],
+        "mlp.gate_up_proj": [1],
+    }

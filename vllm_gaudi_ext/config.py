@@ -29,6 +29,12 @@ def refuse_unsupported(vllm_config: VllmConfig) -> None:
     Raises:
         ValueError: naming the setting to change.
     """
+    cache_dtype = vllm_config.cache_config.cache_dtype
+    if cache_dtype.startswith("fp8") and cache_dtype != "fp8_inc":
+        raise ValueError(
+            f"{FLAG} supports no FP8 KV cache but fp8_inc, not --kv-cache-dtype {cache_dtype}: "
+            f"set --kv-cache-dtype fp8_inc or auto, or drop {FLAG}."
+        )
     pipeline_parallel_size = vllm_config.parallel_config.pipeline_parallel_size
     if pipeline_parallel_size > 1:
         raise ValueError(
@@ -41,9 +47,8 @@ def check_at_load() -> None:
     """Check, in the process that loads the model, what only that process can know.
 
     Raises:
-        ValueError: if vllm or vllm-gaudi is not what this package was verified with, or if the plugin's settings
-        leave the
-            prompt tokens unflattened.
+        ValueError: if vllm or vllm-gaudi is not what this package was verified with, or if the plugin does not flatten
+            the prompt tokens.
     """
     from vllm_gaudi.extension.runtime import get_config
 
@@ -70,3 +75,13 @@ def normal_path_reason(vllm_config: VllmConfig) -> str | None:
     if vllm_config.kv_transfer_config is not None:
         return "KV connectors (--kv-transfer-config) are not supported"
     return None
+
+
+def reduces_kv_producer() -> bool:
+    """Whether the last layer with a KV cache of its own, too, runs on last tokens but for its K/V."""
+    return os.environ.get("VLLM_GAUDI_EXT_REDUCE_KV_PRODUCER", "1").lower() not in ("0", "false")
+
+
+def takes_weight_rows(vllm_config: VllmConfig) -> bool:
+    """Whether the output rows of a linear layer can be had alone: not if it is quantized or carries adapters."""
+    return vllm_config.quant_config is None and vllm_config.lora_config is None

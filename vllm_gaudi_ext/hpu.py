@@ -61,7 +61,6 @@ class Context(NamedTuple):
     """The cached context in front of a prompt pass, as the layers of one attention type see it."""
 
     block_list: torch.Tensor  # [batch * blocks] int32, -1 for padding
-    block_size: int  # tokens per block
     attn_bias: torch.Tensor  # [batch, 1, padded_len, blocks * block_size + padded_len], the pass' own additive mask
 
 
@@ -70,6 +69,7 @@ class PromptPass(NamedTuple):
 
     query_lens: torch.Tensor  # [batch] int32, real tokens per sequence in this pass, 0 for a padding sequence
     slot_mapping: torch.Tensor  # [batch, padded_len] int64, KV cache slot of each position, -1 for padding
+    block_size: int  # slots per block of the KV cache
     full_context: Context | None  # context of the full-attention layers
     sliding_context: Context | None  # context of the sliding-window layers: its last blocks, which hold the window
 
@@ -82,25 +82,23 @@ def prompt_pass(attn_metadata: Any) -> PromptPass | None:
     """
     if attn_metadata is None or not attn_metadata.is_prompt or getattr(attn_metadata, READ_AT_SEVERAL_ROWS):
         return None
-    query_lens, slot_mapping = attn_metadata.seq_lens_tensor, attn_metadata.slot_mapping
+    prompt = PromptPass(attn_metadata.seq_lens_tensor, attn_metadata.slot_mapping, attn_metadata.block_size, None, None)
     if attn_metadata.block_list is None:
-        return PromptPass(query_lens, slot_mapping, None, None)
+        return prompt
 
     # The plugin gives the sliding layers blocks of their own if it knows the model type, else all of them.
     window_block_list = attn_metadata.window_block_list
     if window_block_list is None:
         window_block_list = attn_metadata.block_list
-    block_size = attn_metadata.block_size
-    contexts = (
-        Context(attn_metadata.block_list, block_size, attn_metadata.attn_bias),
-        Context(window_block_list, block_size, attn_metadata.window_attn_bias),
-    )
-    for context in contexts:
+    full_context = Context(attn_metadata.block_list, attn_metadata.attn_bias)
+    sliding_context = Context(window_block_list, attn_metadata.window_attn_bias)
+    batch, padded_len = prompt.slot_mapping.shape
+    for context in (full_context, sliding_context):
         # Without FusedSDPA the plugin masks the context of no sliding layer; what it then does is not ours to repeat.
-        frame_len = context.block_list.numel() // query_lens.size(0) * block_size + slot_mapping.size(1)
+        frame_len = context.block_list.numel() // batch * prompt.block_size + padded_len
         if context.attn_bias is None or context.attn_bias.size(-1) != frame_len:
             return None
-    return PromptPass(query_lens, slot_mapping, *contexts)
+    return prompt._replace(full_context=full_context, sliding_context=sliding_context)
 
 
 def fetch_slots(cache_module: Any, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention backend of the KV-shared layers: one query per sequence in a reduced prompt pass, else the plugin's own."""
+"""Attention of the layers that run on last tokens: one query per sequence in a reduced pass, else the plugin's own."""
 
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ from vllm_gaudi_ext.ops import context_slots, single_query_attention, visible_sl
 
 
 class SharedKV(NamedTuple):
-    """What the last token of each sequence attends to on the layers that share one target layer's KV cache."""
+    """What the last token of each sequence attends to on the layers that read one layer's KV cache."""
 
     key: torch.Tensor  # [batch, width, num_kv_heads, head_size]
     value: torch.Tensor  # [batch, width, num_kv_heads, head_size]
@@ -18,7 +18,7 @@ class SharedKV(NamedTuple):
 
 
 class LastTokenMetadata(NamedTuple):
-    """Attention metadata of a reduced prompt pass: the K/V of each target layer, by the target's layer name."""
+    """Attention metadata of a reduced prompt pass: the K/V in each KV cache that is read, by its layer's name."""
 
     shared_kv: dict[str, SharedKV]
 
@@ -27,7 +27,7 @@ class HpuSharedKVAttentionImpl(HPUAttentionImpl):
     """The plugin's attention, and one-row attention when the metadata says that the pass is reduced."""
 
     def gather_shared_kv(self, kv_cache: tuple[torch.Tensor, ...], prompt: PromptPass) -> SharedKV:
-        """Read context and prompt from the target's cache, which the target layer has written earlier in this pass.
+        """Read context and prompt from a KV cache, to which its layer has written the prompt earlier in this pass.
 
         Args:
             kv_cache: ``(keys, values, ...)``, each [num_slots, num_kv_heads, head_size].
@@ -36,16 +36,34 @@ class HpuSharedKVAttentionImpl(HPUAttentionImpl):
         slots, visible = visible_slots(prompt.slot_mapping, prompt.query_lens, self.sliding_window)
         context = prompt.sliding_context if self.sliding_window else prompt.full_context
         if context is not None:
-            past = context_slots(context.block_list, context.block_size, context.attn_bias, prompt.query_lens)
+            past = context_slots(context.block_list, prompt.block_size, context.attn_bias, prompt.query_lens)
             slots, visible = torch.cat((past[0], slots), dim=1), torch.cat((past[1], visible), dim=1)
         shape = (*slots.shape, self.num_kv_heads, self.head_size)
         key = fetch_slots(self.k_cache, kv_cache[0], slots.flatten()).view(shape)
         value = fetch_slots(self.v_cache, kv_cache[1], slots.flatten()).view(shape)
         return SharedKV(key, value, visible)
 
+    def write_kv(self, key: torch.Tensor, value: torch.Tensor, kv_cache: tuple[Any, ...], prompt: PromptPass) -> None:
+        """Write the K/V of all tokens of a pass to this layer's cache, as the plugin's forward does.
+
+        Args:
+            key, value: [batch * padded_len, num_kv_heads * head_size], normed, and the key rotated.
+            kv_cache: ``(keys, values, key scales or None, value scales or None)``.
+            prompt: the pass.
+        """
+        slots = prompt.slot_mapping.flatten()
+        for module, new, cache, scales in (
+            (self.k_cache, key, kv_cache[0], kv_cache[2]),
+            (self.v_cache, value, kv_cache[1], kv_cache[3]),
+        ):
+            new = new.view(-1, self.num_kv_heads, self.head_size)
+            if new.dtype == torch.float32:
+                new = new.to(cache.dtype)
+            module(new, cache, slots, scales=scales, block_size=prompt.block_size, is_prompt=True)
+
     def forward(
         self,
-        layer: torch.nn.Module,
+        layer: Any,
         query: torch.Tensor,
         key: torch.Tensor | None,
         value: torch.Tensor | None,
@@ -55,18 +73,18 @@ class HpuSharedKVAttentionImpl(HPUAttentionImpl):
     ) -> torch.Tensor:
         """As ``HPUAttentionImpl.forward``.
 
-        In a reduced pass ``query`` is [batch, num_heads * head_size], and ``key`` and ``value`` are not read: a
-        KV-shared layer has none of its own.
+        In a reduced pass ``query`` is [batch, num_heads * head_size], and ``key`` and ``value`` are not read: the
+        K/V of all tokens are in the metadata.
         """
         if not isinstance(attn_metadata, LastTokenMetadata):
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output)
-        shared = attn_metadata.shared_kv[self.kv_sharing_target_layer_name]
+        shared = attn_metadata.shared_kv[self.kv_sharing_target_layer_name or layer.layer_name]
         heads = query.view(-1, self.num_heads, self.head_size)
         return single_query_attention(heads, shared.key, shared.value, shared.visible, self.scale).view_as(query)
 
 
 class HpuSharedKVAttentionBackend(HPUAttentionBackendV1):
-    """Backend of the KV-shared layers while fast prefill is active."""
+    """Backend of the layers that run on last tokens while fast prefill is active."""
 
     @staticmethod
     def get_impl_cls() -> type[HpuSharedKVAttentionImpl]:
