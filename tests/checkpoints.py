@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import (
     Gemma4Config,
@@ -200,3 +201,24 @@ def _write_processor(path: Path) -> None:
         "feature_extractor": {"feature_extractor_type": "Gemma4AudioFeatureExtractor"},
     }
     (path / "processor_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def make_adapter(path: Path | str, checkpoint: Path | str, modules: list[str], seed: int, rank: int = 8) -> Path:
+    """Write a random LoRA adapter for these projections of every decoder layer (`q_proj`, `down_proj`, ...)."""
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    with safe_open(Path(checkpoint) / "model.safetensors", "pt") as weights:
+        for name in weights.keys():  # noqa: SIM118, it is no dict
+            module, _, parameter = name.rpartition(".")
+            if ".layers." in module and "tower" not in module and module.rpartition(".")[2] in modules:
+                assert parameter == "weight"
+                rows, columns = weights.get_slice(name).get_shape()
+                down = torch.randn(rank, columns, generator=generator) * columns**-0.5
+                tensors[f"base_model.model.{module}.lora_A.weight"] = down
+                tensors[f"base_model.model.{module}.lora_B.weight"] = 0.3 * torch.randn(rows, rank, generator=generator)
+    save_file(tensors, path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": modules, "bias": "none"}
+    (path / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": str(checkpoint)}))
+    return path

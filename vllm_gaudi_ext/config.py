@@ -77,9 +77,14 @@ def normal_path_reason(vllm_config: VllmConfig) -> str | None:
     return None
 
 
-def reduces_kv_producer() -> bool:
-    """Whether the last layer with a KV cache of its own, too, runs on last tokens but for its K/V."""
-    return os.environ.get("VLLM_GAUDI_EXT_REDUCE_KV_PRODUCER", "1").lower() not in ("0", "false")
+def reduces_kv_producer(vllm_config: VllmConfig) -> bool:
+    """Whether the last layer with a KV cache of its own, too, runs on last tokens, except for its K/V.
+
+    Not with an FP8 KV cache: in a prompt pass that layer attends to its K/V as they were before they were quantized.
+    """
+    if os.environ.get("VLLM_GAUDI_EXT_REDUCE_KV_PRODUCER", "1").lower() in ("0", "false"):
+        return False
+    return vllm_config.cache_config.cache_dtype in ("auto", "bfloat16", "float16")
 
 
 def takes_weight_rows(vllm_config: VllmConfig) -> bool:

@@ -35,7 +35,7 @@ def install() -> None:
         import vllm_gaudi_ext.hpu  # noqa: F401
     except ImportError as error:
         Gemma4FastPrefillConfig.misfit = str(error)
-        logger.warning_once("vllm-gaudi-ext does not fit what is installed, so %s is refused: %s", FLAG, error)
+        logger.warning_once("vllm-gaudi-ext does not fit what is installed, so %s is refused: %s", FLAG, str(error))
         return
     _register_models()
     _register_models_after_plugin()

@@ -236,9 +236,8 @@ class LastTokenLayers(_Region):
         heads = (attention.num_kv_heads, attention.head_dim)
         key = attention.k_norm(key.unflatten(-1, heads)).flatten(-2)
         value = attention.v_norm(value.unflatten(-1, heads)).flatten(-2)
-        key = attention.rotary_emb(positions, key, key)[
-            1
-        ]  # in place of the query, which the HPU rotary cannot do without
+        # The HPU rotary embedding cannot do without a query: the key stands in for it.
+        key = attention.rotary_emb(positions, key, key)[1]
         attention.attn.impl.write_kv(key, value, attention.attn.kv_cache, prompt)
 
 
@@ -280,7 +279,7 @@ def enable_fast_prefill(language_model: Gemma4ForCausalLM, vllm_config: VllmConf
     model.__class__ = HpuGemma4FastPrefillModel
 
     first_shared = len(model.layers) - language_model.config.num_kv_shared_layers
-    first = first_shared - 1 if reduces_kv_producer() else first_shared
+    first = first_shared - 1 if reduces_kv_producer(vllm_config) else first_shared
     layers = tuple(islice(model.layers, first, None))
     producer = layers[0] if first < first_shared else None
     readers: dict[str, Any] = {}
