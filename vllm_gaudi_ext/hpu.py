@@ -17,7 +17,7 @@ import torch
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 from vllm.forward_context import ForwardContext
-from vllm.model_executor.models.gemma4 import Gemma4DecoderLayer, Gemma4ForCausalLM, Gemma4Model
+from vllm.model_executor.models.gemma4 import Gemma4Attention, Gemma4DecoderLayer, Gemma4ForCausalLM, Gemma4Model
 from vllm_gaudi.attention.backends.hpu_attn import HPUAttentionImpl
 from vllm_gaudi.attention.backends.hpu_attn import _set_fetch_by_id as set_fetch_by_id
 from vllm_gaudi.extension.ops import LoraMask
@@ -47,6 +47,10 @@ __all__ = [
 METADATA_FIELDS = (
     *("is_prompt", "seq_lens_tensor", "slot_mapping", "block_size", "prep_initial_states"),
     *("block_list", "attn_bias", "window_block_list", "window_attn_bias"),
+)
+PER_LAYER_INPUT_ATTRIBUTES = (
+    *("hidden_size_per_layer_input", "vocab_size_per_layer_input", "embed_tokens_per_layer", "embed_scale_per_layer"),
+    *("per_layer_model_projection", "per_layer_projection_scale", "per_layer_projection_norm", "per_layer_input_scale"),
 )
 VERIFIED = {"vllm": SpecifierSet(">=0.26,<0.31"), "vllm-gaudi": SpecifierSet(">=0.26,<0.28")}
 
@@ -151,13 +155,13 @@ def drift() -> list[str]:
         ImportError: if a module is not there at all.
     """
     from vllm_gaudi.extension.runtime import get_config
+    from vllm_gaudi.extension.utils import VLLMKVCache
     from vllm_gaudi.ops.hpu_rotary_embedding import HPURotaryEmbedding
     from vllm_gaudi.v1.worker.hpu_model_runner import BatchContents, HPUModelRunner
 
     model_args = ("input_ids", "positions", "intermediate_tensors", "inputs_embeds", "per_layer_inputs")
     layer_args = ("positions", "hidden_states", "residual", "per_layer_input")
     attention_args = ("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output")
-    attention_attributes = ("num_heads", "num_kv_heads", "head_size", "scale", "sliding_window")
     findings = [
         *_missing_parameters(HpuGemma4Model.forward, model_args),
         *_missing_parameters(Gemma4DecoderLayer.forward, layer_args),
@@ -168,15 +172,21 @@ def drift() -> list[str]:
         *_missing_parameters(Gemma4Model.project_per_layer_inputs, ("inputs_embeds", "per_layer_inputs")),
         *_missing_parameters(HPUAttentionImpl.forward, attention_args),
         *_missing_parameters(HPUAttentionBackendV1.get_impl_cls, ()),
+        *_missing_parameters(VLLMKVCache.forward, ("input", "cache", "slot_mapping")),
+        *_missing_parameters(VLLMKVCache.fetch_from_cache, ("cache", "blocks")),
+        *_missing_parameters(set_fetch_by_id, ("kv_cache", "value")),
         *_missing_parameters(get_config, ()),
         *_missing_parameters(LoraMask.getLoraMask, ()),
         *_missing_parameters(LoraMask.setLoraMask, ("mask",)),
-        *_missing_fields(HPUAttentionMetadataV1, METADATA_FIELDS),
         *_missing_parameters(HPUModelRunner._form_prefill_batch, ("contents",)),
         *_missing_fields(BatchContents, ("logits_positions",)),
         *_missing_fields(ForwardContext, ("attn_metadata",)),
-        *_unassigned(Gemma4Model, ("layers", "norm", "fast_prefill_enabled")),
-        *_unassigned(HPUAttentionImpl, (*attention_attributes, "kv_sharing_target_layer_name")),
+        *_missing_fields(HPUAttentionMetadataV1, METADATA_FIELDS),
+        *_unassigned(Gemma4Model, ("layers", "norm", "fast_prefill_enabled", *PER_LAYER_INPUT_ATTRIBUTES)),
+        *_unassigned(Gemma4DecoderLayer, ("self_attn", "input_layernorm")),
+        *_unassigned(Gemma4Attention, ("qkv_proj", "k_norm", "v_norm", "rotary_emb", "attn", "q_size", "kv_size")),
+        *_unassigned(HPUAttentionImpl, ("num_heads", "num_kv_heads", "head_size", "scale", "sliding_window")),
+        *_unassigned(HPUAttentionImpl, ("kv_sharing_target_layer_name", "k_cache", "v_cache")),
         *_unassigned(HPURotaryEmbedding, ("cos", "sin")),
     ]
     return findings

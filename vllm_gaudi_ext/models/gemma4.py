@@ -50,8 +50,8 @@ logger = init_logger(f"vllm.{__name__}")  # a child of the logger that vLLM conf
 class HpuGemma4FastPrefillModel(HpuGemma4Model):
     """``HpuGemma4Model`` whose prompt passes run the last layers on last tokens alone."""
 
-    # The two parts of a reduced pass that are not layers: PerLayerInputs and LastTokenLayers. Set by
-    # enable_fast_prefill. In compile mode the plugin compiles each child of a ModuleList as a region.
+    # FirstLayersInputs and LastTokenLayers; set by enable_fast_prefill. In a ModuleList, since in compile mode the
+    # plugin compiles each child of one as a region.
     fast_prefill: torch.nn.ModuleList
 
     def forward(
