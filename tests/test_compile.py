@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.checkpoints import make_checkpoint
-from tests.schedules import FEW_LAYERS
+from tests.schedules import FULL_BEFORE
 
 pytestmark = pytest.mark.plugin_only
 
@@ -27,7 +27,7 @@ def test_no_graph_after_warm_up(cap, tmp_path):
     """50 prompts of random lengths, with and without context, the first request included."""
     # Warm-up runs token ids up to the longest prompt.
     vocabulary = {"vocab_size": 1024, "vocab_size_per_layer_input": 1024}
-    results = run("graphs", make_checkpoint(tmp_path, **FEW_LAYERS, **vocabulary), cap)
+    results = run("graphs", make_checkpoint(tmp_path, **FULL_BEFORE, **vocabulary), cap)
     off = results["off"]
     assert len(off["compiled"]) == 50
     for result in results.values():

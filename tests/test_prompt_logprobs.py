@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``prompt_logprobs`` with the flag: refused for each request that asks for them, and the engine goes on serving."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+from vllm import EngineArgs, SamplingParams
+from vllm.plugins import load_general_plugins
+from vllm.v1.engine.input_processor import InputProcessor
+
+from tests import engine
+from tests.observe import inspect_models_here
+
+FLAG = "--kv-sharing-fast-prefill"
+PROMPT = [20, 21, 22, 23, 24]
+MESSAGES = [{"role": "user", "content": "hello"}]
+MODEL = "gemma"
+
+
+@pytest.fixture(autouse=True)
+def _inspect_models_here(monkeypatch):
+    inspect_models_here(monkeypatch.setattr)
+
+
+@pytest.fixture(scope="module")
+def server(e2b, tmp_path_factory):
+    """`vllm serve` with the flag, started before the engine below for the two to overlap: its URL once it answers."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(e2b), "--served-model-name", MODEL]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager", FLAG]
+    command += ["--max-model-len", "512", "--max-num-seqs", "4", "--num-gpu-blocks-override", "32"]
+    command += ["--limit-mm-per-prompt", json.dumps({"image": 0, "audio": 0, "video": 0})]
+    command += ["--chat-template", "{% for message in messages %}{{ message.content }}{% endfor %}"]
+    env = {name: value for name, value in os.environ.items() if name != "VLLM_PLUGINS"}
+    log = tmp_path_factory.mktemp("server") / "log"
+    with log.open("w") as output:
+        process = subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT)
+
+    def wait():
+        deadline = time.monotonic() + 300
+        while time.monotonic() < deadline and process.poll() is None:
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+                    return f"http://127.0.0.1:{port}/v1"
+            except OSError:
+                time.sleep(1)
+        pytest.fail(f"vllm serve did not come up:\n{log.read_text()[-4000:]}")
+
+    yield wait
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(timeout=30)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def post(url, **body):
+    """Status and text of the answer."""
+    data = json.dumps({"model": MODEL, "max_tokens": 4, "temperature": 0, **body}).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_offline(e2b, server):
+    llm = engine.make_llm(e2b, fast=True)
+    try:
+        expected = engine.generate(llm, [PROMPT])
+        for prompt_logprobs in (0, 1, 5):
+            with pytest.raises(ValueError, match=f"prompt_logprobs.*{FLAG}"):
+                engine.generate(llm, [PROMPT, PROMPT], prompt_logprobs=prompt_logprobs)
+            assert not llm.llm_engine.has_unfinished_requests()
+            assert engine.generate(llm, [PROMPT]) == expected
+        assert engine.generate(llm, [PROMPT], logprobs=5) == expected  # those of the output are no problem
+    finally:
+        engine.close(llm)
+
+
+@pytest.mark.parametrize("prompt_logprobs", [0, 1, 5])
+def test_without_the_flag_requests_pass_as_vllm_has_it(e2b, prompt_logprobs):
+    """Also in a process in which an engine has the flag."""
+    load_general_plugins()
+    processors = {}
+    for fast in (True, False):
+        arguments = EngineArgs(model=str(e2b), dtype="float32", max_model_len=512, kv_sharing_fast_prefill=fast)
+        processors[fast] = InputProcessor(arguments.create_engine_config())
+    params = SamplingParams(prompt_logprobs=prompt_logprobs)
+    processors[False]._validate_params(params, ("generate",))
+    with pytest.raises(ValueError, match=FLAG):
+        processors[True]._validate_params(params, ("generate",))
+    with pytest.raises(Exception, match="does not support generation"):
+        processors[False]._validate_params(params, ())
+
+
+REFUSED = {
+    "prompt_logprobs 0": {"prompt": PROMPT, "prompt_logprobs": 0},
+    "prompt_logprobs 1": {"prompt": PROMPT, "prompt_logprobs": 1},
+    "echo with logprobs": {"prompt": PROMPT, "echo": True, "logprobs": 0},
+    "echo with logprobs 2": {"prompt": PROMPT, "echo": True, "logprobs": 2},
+    "chat": {"messages": MESSAGES, "prompt_logprobs": 0},
+    "chat, echo with logprobs": {"messages": MESSAGES, "echo": True, "logprobs": True, "top_logprobs": 1},
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_server(what, server):
+    url = server()
+    body = REFUSED[what]
+    path = "chat/completions" if "messages" in body else "completions"
+    status, answer = post(f"{url}/{path}", **body)
+    assert status == 400, answer
+    assert FLAG in json.loads(answer)["error"]["message"]
+    assert_serves(f"{url}/{path}", **{name: body[name] for name in body if name in ("prompt", "messages")})
+
+
+def test_server_streaming(server):
+    """vLLM has sent status 200 when it looks at the request: the error is the first event of the stream."""
+    url = f"{server()}/completions"
+    _, answer = post(url, prompt=PROMPT, prompt_logprobs=0, stream=True)
+    first, *others = [line.removeprefix("data: ") for line in answer.splitlines() if line]
+    error = json.loads(first)["error"]
+    assert error["code"] == 400
+    assert FLAG in error["message"]
+    assert not [event for event in others if "choices" in event]
+    assert_serves(url, prompt=PROMPT)
+
+
+def assert_serves(url, **body):
+    status, answer = post(url, **body)
+    assert status == 200, answer
+    assert json.loads(answer)["usage"]["completion_tokens"] == 4
