@@ -2,7 +2,9 @@
 """Settings of the plugin that change what a prompt pass is made of, and a pass that raises half-way."""
 
 import pytest
+from vllm_gaudi.extension.runtime import get_config
 
+from tests import engine
 from tests.checkpoints import make_checkpoint
 from tests.schedules import (
     SLIDING_BEFORE,
@@ -15,25 +17,27 @@ from tests.schedules import (
     tokens_of,
 )
 
+# Environment, and what it makes of the adapter around the model and of the plugin's features.
 PLUGIN_ONLY = {
-    "linear buckets": {"VLLM_BUCKETING_STRATEGY": "lin"},
-    "padding-aware buckets": {"VLLM_BUCKETING_STRATEGY": "pad"},
-    "no buckets": {"VLLM_ENABLE_BUCKETING": "false"},
+    "linear buckets": ({"VLLM_BUCKETING_STRATEGY": "lin"}, {"bucketing_strategy": "lin"}),
+    "padding-aware buckets": ({"VLLM_BUCKETING_STRATEGY": "pad"}, {"bucketing_strategy": "pad"}),
+    "no buckets": ({"VLLM_ENABLE_BUCKETING": "false"}, {"use_bucketing": False}),
 }
 BOTH_HOSTS = {
-    "exponential buckets": {"VLLM_BUCKETING_STRATEGY": "exp"},
-    "naive attention": {"VLLM_PROMPT_USE_FUSEDSDPA": "0"},
+    "exponential buckets": ({"VLLM_BUCKETING_STRATEGY": "exp"}, {"bucketing_strategy": "exp"}),
+    "naive attention": ({"VLLM_PROMPT_USE_FUSEDSDPA": "0"}, {"prompt_attn_impl": "naive_impl"}),
     # The attention kernel applies the window itself where a prompt is padded to 256 tokens or more.
-    "kernel window": {
-        "PT_HPU_SDPA_QKV_SLICE_MODE_FWD": "true",
-        "PT_HPU_SDPA_BC_FACTOR": "128",
-        "VLLM_FUSEDSDPA_SLIDE_THLD": "256",
-    },
-    "cos and sin computed in each layer": {"VLLM_COS_SIN_RECOMPUTE": "true"},
+    "kernel window": (
+        {
+            "PT_HPU_SDPA_QKV_SLICE_MODE_FWD": "true",
+            "PT_HPU_SDPA_BC_FACTOR": "128",
+            "VLLM_FUSEDSDPA_SLIDE_THLD": "256",
+        },
+        {},
+    ),
+    "cos and sin computed in each layer": ({"VLLM_COS_SIN_RECOMPUTE": "true"}, {"recompute_cos_sin": True}),
 }
 SETTINGS = BOTH_HOSTS | PLUGIN_ONLY
-
-
 WINDOW = 128
 
 
@@ -64,10 +68,17 @@ def settings(request):
 
 @pytest.fixture(scope="module")
 def outcomes(settings, checkpoint):
+    env, effect = SETTINGS[settings]
     scenarios = dict(SCENARIOS)
+
+    def in_effect(llm):
+        adapter, features = engine.runner_of(llm).model, get_config()
+        return {name: getattr(adapter, name, getattr(features, name, None)) for name in effect} == effect
+
+    scenarios["in effect"] = in_effect
     if settings == "naive attention":  # the plugin itself cannot do that
         del scenarios["prefix_hit"]
-    return run_off_and_on(checkpoint, scenarios, prompt_batch_cap=4, env=SETTINGS[settings])
+    return run_off_and_on(checkpoint, scenarios, prompt_batch_cap=4, env=env)
 
 
 def on_settings(*names):
@@ -79,6 +90,7 @@ def on_settings(*names):
 def test_prompts(settings, outcomes):
     off, on = outcomes["prompts"]
     assert_equal(off, on)
+    assert outcomes["in effect"][1].result
     windows = {p.padded_len: dict(p.graph_key)["window_attn_bias"] for p in on.prompt_passes}
     by_kernel = {length for length, mask in windows.items() if mask is None}
     assert by_kernel == ({length for length in windows if length >= 256} if settings == "kernel window" else set())

@@ -11,6 +11,7 @@ from typing import Any
 
 import vllm_gaudi.models
 from vllm.config import VllmConfig
+from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP, Gemma4Config
 from vllm.model_executor.models.registry import ModelRegistry
@@ -52,13 +53,18 @@ class Gemma4FastPrefillConfig(Gemma4Config):
     @classmethod
     def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
         super().verify_and_update_config(vllm_config)
-        if not vllm_config.cache_config.kv_sharing_fast_prefill:
+        if not _has_flag(vllm_config):
             return
         if cls.misfit is not None:
             raise ValueError(f"{FLAG} needs a vllm-gaudi that vllm-gaudi-ext fits: {cls.misfit}. Drop {FLAG}.")
         if inert_reason(vllm_config.model_config.hf_text_config) is None:
             refuse_unsupported(vllm_config)
         _refuse_prompt_logprobs()
+
+
+def _has_flag(vllm_config: VllmConfig) -> bool:
+    """Whether this is a Gemma 4 engine with the flag: others in the same process are left alone."""
+    return vllm_config.cache_config.kv_sharing_fast_prefill and vllm_config.model_config.architecture in MODELS
 
 
 def _register_models() -> None:
@@ -82,6 +88,10 @@ def _register_models_after_plugin() -> None:
     vllm_gaudi.models.register_model = register_model
 
 
+class PromptLogprobsError(VLLMValidationError, ValueError):
+    """What vLLM's server answers with status 400, and in every version a ValueError."""
+
+
 @functools.cache
 def _refuse_prompt_logprobs() -> None:
     """Refuse requests for prompt logprobs, which read every prompt token's hidden state, before they reach an engine.
@@ -93,13 +103,8 @@ def _refuse_prompt_logprobs() -> None:
 
     @functools.wraps(validate_params)
     def _validate_params(self: InputProcessor, params: Any, *args: Any, **kwargs: Any) -> None:
-        if (
-            self.cache_config.kv_sharing_fast_prefill
-            and self.model_config.architecture in MODELS
-            and isinstance(params, SamplingParams)
-            and params.prompt_logprobs is not None
-        ):
-            raise ValueError(
+        if _has_flag(self.vllm_config) and isinstance(params, SamplingParams) and params.prompt_logprobs is not None:
+            raise PromptLogprobsError(
                 f"prompt_logprobs (and echo with logprobs) reads every prompt token, which {FLAG} skips: "
                 f"leave it out of the request, or start the server without {FLAG}."
             )
@@ -124,7 +129,7 @@ def mark_passes_read_at_several_rows() -> None:
     @functools.wraps(form_prefill_batch)
     def _form_prefill_batch(self: Any, contents: Any) -> Any:
         batch = form_prefill_batch(self, contents)
-        if any(len(positions) > 1 for positions in contents.logits_positions):
+        if _has_flag(self.vllm_config) and any(len(positions) > 1 for positions in contents.logits_positions):
             for attn_metadata in batch.attn_metadata:
                 setattr(attn_metadata, READ_AT_SEVERAL_ROWS, True)
         return batch
