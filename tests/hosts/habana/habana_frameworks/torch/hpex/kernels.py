@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 
 class FusedSDPA:
@@ -44,16 +45,8 @@ class FusedSDPA:
             raise NotImplementedError("FusedSDPA on CPU: dropout and sinks")
         if valid_sequence_lengths is not None and padding_side != "right":
             raise NotImplementedError("FusedSDPA on CPU: padding on the left")
-        batch, heads, queries, head_size = query.shape
+        heads, queries = query.shape[1:3]
         kv_heads, keys = key.shape[1:3]
-        q = query.float().reshape(batch, kv_heads, -1, head_size)  # a group's heads stacked as rows
-        scores = q @ key.float().transpose(-1, -2) * (scale or 1 / math.sqrt(head_size))
-        scores = scores.view(batch, heads, queries, keys)
-        if attn_mask is not None:
-            scores = scores + attn_mask.float()
-            # "Minus infinity" comes as the lowest number of some dtype, which must not survive a row of nothing else.
-            scores = scores.masked_fill(scores < torch.finfo(torch.bfloat16).min / 2, -math.inf)
-
         key_index = torch.arange(keys, device=query.device)
         distance = torch.arange(keys - queries, keys, device=query.device).unsqueeze(1) - key_index  # [queries, keys]
         left, right = window_size or (-1, -1)
@@ -64,14 +57,17 @@ class FusedSDPA:
             hidden = hidden | (distance >= left)
         if right >= 0:
             hidden = hidden | (distance < -right)
-        scores = scores.masked_fill(hidden, -math.inf)
+        hidden = hidden.view(1, 1, queries, keys)
         if valid_sequence_lengths is not None:
-            padding = key_index >= valid_sequence_lengths.view(-1, 1, 1, 1)
-            scores = scores.masked_fill(padding, -math.inf)
+            hidden = hidden | (key_index >= valid_sequence_lengths.view(-1, 1, 1, 1))
+        mask = torch.zeros_like(hidden, dtype=torch.float32) if attn_mask is None else attn_mask.float()
+        # "Minus infinity" comes as the lowest number of some dtype, which must not survive a row of nothing else.
+        mask = mask.masked_fill(hidden | (mask < torch.finfo(torch.bfloat16).min / 2), -math.inf)
 
-        weights = torch.softmax(scores, dim=-1).nan_to_num(nan=0.0)
-        output = weights.view(batch, kv_heads, -1, keys) @ value.float()
-        return output.view(batch, heads, queries, -1).to(query.dtype)
+        # Torch's own fused attention holds no [queries, keys] per head; a row of -inf alone gives zeros.
+        key, value = (x.float().repeat_interleave(heads // kv_heads, dim=1) for x in (key, value))
+        output = F.scaled_dot_product_attention(query.float(), key, value, mask, scale=scale or None)
+        return output.to(query.dtype)
 
 
 class RotaryPosEmbeddingMode(enum.Enum):
