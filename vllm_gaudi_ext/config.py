@@ -4,9 +4,17 @@
 import os
 from typing import Any
 
+from vllm import envs
 from vllm.config import VllmConfig
 
 FLAG = "--kv-sharing-fast-prefill"
+VERIFIED = {"vllm": ">=0.26,<0.31", "vllm-gaudi": ">=0.26,<0.28"}  # releases this package was run against
+
+
+def misfit(reason: str) -> ValueError:
+    """The refusal of the flag where this package does not fit what is installed, for the given reason."""
+    releases = " and ".join(f"{name} {verified}" for name, verified in VERIFIED.items())
+    return ValueError(f"{FLAG} needs {releases}: {reason}. Install those versions, or drop {FLAG}.")
 
 
 def inert_reason(text_config: Any) -> str | None:
@@ -35,6 +43,11 @@ def refuse_unsupported(vllm_config: VllmConfig) -> None:
             f"{FLAG} supports no FP8 KV cache but fp8_inc, not --kv-cache-dtype {cache_dtype}: "
             f"set --kv-cache-dtype fp8_inc or auto, or drop {FLAG}."
         )
+    if getattr(envs, "VLLM_USE_RUST_FRONTEND", False):
+        raise ValueError(
+            f"{FLAG} does not support the Rust frontend, which would accept prompt_logprobs: "
+            f"unset VLLM_USE_RUST_FRONTEND, or drop {FLAG}."
+        )
     pipeline_parallel_size = vllm_config.parallel_config.pipeline_parallel_size
     if pipeline_parallel_size > 1:
         raise ValueError(
@@ -52,12 +65,11 @@ def check_at_load() -> None:
     """
     from vllm_gaudi.extension.runtime import get_config
 
-    from vllm_gaudi_ext.hpu import VERIFIED, drift, out_of_range
+    from vllm_gaudi_ext.hpu import drift, out_of_range
 
     findings = out_of_range() or drift()
     if findings:
-        ranges = " and ".join(f"{name} {verified}" for name, verified in VERIFIED.items())
-        raise ValueError(f"{FLAG} needs {ranges}: {'; '.join(findings)}. Install those versions, or drop {FLAG}.")
+        raise misfit("; ".join(findings))
     if not get_config().flatten_input:
         raise ValueError(f"{FLAG} needs flattened prompts for a text-only Gemma 4: set VLLM_FLATTEN_INPUT=1.")
 

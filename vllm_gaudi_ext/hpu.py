@@ -26,6 +26,8 @@ from vllm_gaudi.models.gemma4 import _apply_hpu_gemma4_patches as apply_hpu_gemm
 from vllm_gaudi.models.gemma4 import _hpu_run_decoder_layers as run_decoder_layers
 from vllm_gaudi.v1.attention.backends.hpu_attn import HPUAttentionBackendV1, HPUAttentionMetadataV1
 
+from vllm_gaudi_ext.config import VERIFIED
+
 __all__ = [
     "Gemma4ForCausalLM",
     "HPUAttentionBackendV1",
@@ -52,7 +54,6 @@ PER_LAYER_INPUT_ATTRIBUTES = (
     *("hidden_size_per_layer_input", "vocab_size_per_layer_input", "embed_tokens_per_layer", "embed_scale_per_layer"),
     *("per_layer_model_projection", "per_layer_projection_scale", "per_layer_projection_norm", "per_layer_input_scale"),
 )
-VERIFIED = {"vllm": SpecifierSet(">=0.26,<0.31"), "vllm-gaudi": SpecifierSet(">=0.26,<0.28")}
 
 
 # How many rows of a sequence are read after a pass is known to the runner alone. It tells the model in a metadata field
@@ -172,7 +173,9 @@ def drift() -> list[str]:
         *_missing_parameters(Gemma4Model.project_per_layer_inputs, ("inputs_embeds", "per_layer_inputs")),
         *_missing_parameters(HPUAttentionImpl.forward, attention_args),
         *_missing_parameters(HPUAttentionBackendV1.get_impl_cls, ()),
-        *_missing_parameters(VLLMKVCache.forward, ("input", "cache", "slot_mapping")),
+        *_missing_parameters(
+            VLLMKVCache.forward, ("input", "cache", "slot_mapping", "scales", "block_size", "is_prompt")
+        ),
         *_missing_parameters(VLLMKVCache.fetch_from_cache, ("cache", "blocks")),
         *_missing_parameters(set_fetch_by_id, ("kv_cache", "value")),
         *_missing_parameters(get_config, ()),
@@ -198,7 +201,8 @@ def out_of_range() -> list[str]:
     A build without a release version, such as a checkout, has nothing to compare and is judged by ``drift`` alone.
     """
     findings = []
-    for distribution, verified in VERIFIED.items():
+    for distribution, specifier in VERIFIED.items():
+        verified = SpecifierSet(specifier)
         try:
             version = Version(importlib.metadata.version(distribution))
         except (importlib.metadata.PackageNotFoundError, InvalidVersion):

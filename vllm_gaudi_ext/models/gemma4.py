@@ -345,8 +345,11 @@ class HpuGemma4FastPrefillForCausalLM(Gemma4ForCausalLM):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         # The multimodal model builds this one under a prefix, and enables fast prefill itself: the plugin still has
-        # to set the class of ``self.model``.
-        if not prefix:
+        # to set the class of ``self.model``. Other wrappers around it do not, and take the normal path.
+        if prefix:
+            if vllm_config.cache_config.kv_sharing_fast_prefill:
+                _disable_upstream_fast_prefill(self.model)
+        else:
             enable_fast_prefill(self, vllm_config)
         if type(self) is HpuGemma4FastPrefillForCausalLM:
             self.__class__ = Gemma4ForCausalLM

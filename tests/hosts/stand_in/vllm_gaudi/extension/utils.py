@@ -15,7 +15,13 @@ class VLLMKVCache(torch.nn.Module):
         self.use_contiguous_pa = get_config().use_contiguous_pa
 
     def forward(
-        self, input: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor, **kwargs: object
+        self,
+        input: torch.Tensor,
+        cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        scales: object = None,
+        block_size: int | None = None,
+        is_prompt: bool = False,
     ) -> torch.Tensor:
         """Write `input` [tokens, kv_heads, head_size] to the flat slots of `cache`."""
         return cache.index_copy_(0, slot_mapping, input)
