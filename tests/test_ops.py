@@ -80,6 +80,7 @@ def test_traces_without_a_graph_break_and_without_reading_values():
     def rows_and_slots(query_lens, slot_mapping):
         return last_token_rows(query_lens, slot_mapping.size(1)), *visible_slots(slot_mapping, query_lens, 4)
 
+    torch._dynamo.utils.counters.clear()
     traced = torch.compile(rows_and_slots, fullgraph=True, backend="eager", dynamic=False)
     graphs = torch._dynamo.utils.counters["stats"]
     for lens in ([5, 0], [1, 8], [8, 3]):

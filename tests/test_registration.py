@@ -180,7 +180,7 @@ def test_flag_off_loads_the_plugins_own_model(without_and_with, what):
 def test_flag_off_gives_the_same_logprobs(without_and_with):
     stock, ours = without_and_with
     for expected, got in zip(stock["model"]["logprobs"], ours["model"]["logprobs"], strict=True):
-        assert got == pytest.approx(expected, abs=1e-5)
+        assert got == pytest.approx(expected, abs=1e-4)
 
 
 def test_flag_off_replaces_nothing(without_and_with):
@@ -258,7 +258,7 @@ def test_flag_off_after_flag_on_is_as_without_the_package(e2b, without_and_with,
     for what in ("modules", "tensors", "impls", "backends", "tokens"):
         assert json.loads(json.dumps(off[what])) == stock["model"][what], what
     for expected, got in zip(stock["model"]["logprobs"], off["logprobs"], strict=True):
-        assert got == pytest.approx(expected, abs=1e-5)
+        assert got == pytest.approx(expected, abs=1e-4)
     assert len(read_at_two_rows) > 0
     assert all(metadata.prep_initial_states is None for metadata in read_at_two_rows)
 

@@ -73,7 +73,8 @@ def outcomes(settings, checkpoint):
 
     def in_effect(llm):
         adapter, features = engine.runner_of(llm).model, get_config()
-        return {name: getattr(adapter, name, getattr(features, name, None)) for name in effect} == effect
+        owners = {name: adapter if hasattr(adapter, name) else features for name in effect}
+        return {name: getattr(owner, name) for name, owner in owners.items()} == effect
 
     scenarios["in effect"] = in_effect
     if settings == "naive attention":  # the plugin itself cannot do that
