@@ -275,9 +275,11 @@ NORMAL_PATH = {
 
 @pytest.mark.parametrize("reason", NORMAL_PATH)
 def test_reasons_for_the_normal_path(reason, e2b, monkeypatch):
+    config = engine_config(e2b, **NORMAL_PATH[reason])
     if reason == "QUANT_CONFIG":
+        assert normal_path_reason(config) is None
         monkeypatch.setenv("QUANT_CONFIG", "quantization.json")
-    assert reason in normal_path_reason(engine_config(e2b, **NORMAL_PATH[reason]))
+    assert reason in normal_path_reason(config)
 
 
 def test_no_reason_for_the_normal_path_by_default(e2b):
