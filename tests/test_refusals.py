@@ -223,6 +223,7 @@ def test_what_does_not_fit_at_all(e2b, monkeypatch):
     """A name that this package imports is gone: said once, refused with the flag, plain without it."""
     import vllm_gaudi.models.gemma4
 
+    load_general_plugins()  # once per process, and as they should be: not under what follows
     patches = importlib.import_module("vllm_gaudi_ext.patches")
     for architecture in patches.MODELS:
         monkeypatch.setitem(MODELS_CONFIG_MAP, architecture, MODELS_CONFIG_MAP.get(architecture))

@@ -11,7 +11,7 @@ FLAG = "--kv-sharing-fast-prefill"
 VERIFIED = {"vllm": ">=0.26,<0.31", "vllm-gaudi": ">=0.26,<0.28"}  # releases this package was run against
 
 
-def misfit(reason: str) -> ValueError:
+def misfit_error(reason: str) -> ValueError:
     """The refusal of the flag where this package does not fit what is installed, for the given reason."""
     releases = " and ".join(f"{name} {verified}" for name, verified in VERIFIED.items())
     return ValueError(f"{FLAG} needs {releases}: {reason}. Install those versions, or drop {FLAG}.")
@@ -69,7 +69,7 @@ def check_at_load() -> None:
 
     findings = out_of_range() or drift()
     if findings:
-        raise misfit("; ".join(findings))
+        raise misfit_error("; ".join(findings))
     if not get_config().flatten_input:
         raise ValueError(f"{FLAG} needs flattened prompts for a text-only Gemma 4: set VLLM_FLATTEN_INPUT=1.")
 

@@ -207,6 +207,7 @@ def out_of_range() -> list[str]:
             version = Version(importlib.metadata.version(distribution))
         except (importlib.metadata.PackageNotFoundError, InvalidVersion):
             continue
+        # setuptools-scm calls a checkout without tags 0.1.dev1 or the like.
         is_checkout = version.release < (0, 2)
         if not is_checkout and not verified.contains(version.base_version):
             findings.append(f"{distribution} {version} is outside the verified range {verified}")

@@ -18,7 +18,7 @@ from vllm.model_executor.models.registry import ModelRegistry
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
 
-from vllm_gaudi_ext.config import FLAG, inert_reason, misfit, refuse_unsupported
+from vllm_gaudi_ext.config import FLAG, inert_reason, misfit_error, refuse_unsupported
 
 logger = init_logger(f"vllm.{__name__}")  # a child of the logger that vLLM configures
 
@@ -56,7 +56,7 @@ class Gemma4FastPrefillConfig(Gemma4Config):
         if not _has_flag(vllm_config):
             return
         if cls.misfit is not None:
-            raise misfit(cls.misfit)
+            raise misfit_error(cls.misfit)
         if inert_reason(vllm_config.model_config.hf_text_config) is None:
             refuse_unsupported(vllm_config)
         _refuse_prompt_logprobs()
