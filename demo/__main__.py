@@ -4,120 +4,33 @@
 Exit code 0 if all greedy tokens are equal and the KV-shared layers ran on one row per sequence of each prompt pass.
 """
 
-import http.client
 import importlib.metadata
-import json
-import os
 import random
 import shutil
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tests import hosts
+from tests.server import FLAG, Server, ServerError, serve
 
-FLAG = "--kv-sharing-fast-prefill"
 NUM_LAYERS, NUM_SHARED = 35, 20  # as in E2B
 FIRST_SHARED = NUM_LAYERS - NUM_SHARED
 WINDOW, BLOCK, MAX_MODEL_LEN, MAX_TOKENS = 512, 128, 1152, 16
 LENGTHS = [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, WINDOW - 1, WINDOW, WINDOW + 1, 300, MAX_MODEL_LEN - MAX_TOKENS]
 TIMED_LENGTHS = [1024] * 4
 ENGINE_ARGS = [
-    # Equality is judged in float32: the greedy tokens of random weights flip with bfloat16's rounding.
-    *("--dtype", "float32", "--enforce-eager"),
     *("--max-model-len", str(MAX_MODEL_LEN), "--num-gpu-blocks-override", "160"),
     # No prompt is chunked: where, would depend on when the requests arrive, and a chunk's mask is not a whole prompt's.
     *("--max-num-seqs", "16", "--max-num-batched-tokens", "8192"),
-    *("--limit-mm-per-prompt", '{"image": 0, "audio": 0, "video": 0}'),
 ]
-START_TIMEOUT = 300  # seconds
-ROW_COUNTER = Path(hosts.__file__).with_name("row_counter")
 
 
 class Failure(Exception):
     """Ends the demo with one message."""
-
-
-@dataclass
-class Server:
-    name: str
-    process: subprocess.Popen[bytes]
-    port: int
-    log: Path
-    row_counts: Path
-
-    def request(self, method: str, path: str, body: Any = None) -> Any:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
-        try:
-            connection.request(method, path, json.dumps(body), {"Content-Type": "application/json"})
-            response = connection.getresponse()
-            answer = response.read()
-        finally:
-            connection.close()
-        if response.status != 200:
-            raise Failure(f"{self.name}: {method} {path} gave {response.status}: {answer.decode()}")
-        return json.loads(answer) if answer else None
-
-    def wait_until_ready(self) -> None:
-        deadline = time.monotonic() + START_TIMEOUT
-        while time.monotonic() < deadline:
-            if self.process.poll() is not None:
-                raise Failure(f"{self.name}: the server ended with exit code {self.process.returncode}")
-            try:
-                self.request("GET", "/health")
-            except OSError:
-                time.sleep(0.5)
-            else:
-                self.row_counts.write_text("")  # drops the passes of the start
-                return
-        raise Failure(f"{self.name}: the server did not answer within {START_TIMEOUT} s")
-
-    def complete(self, prompt: list[int], max_tokens: int) -> list[int]:
-        """The tokens that follow a prompt, greedily."""
-        sampling = {"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True, "return_token_ids": True}
-        answer = self.request("POST", "/v1/completions", {"prompt": prompt, **sampling})
-        return answer["choices"][0]["token_ids"]
-
-    def prompt_passes(self) -> list[dict[str, Any]]:
-        passes = map(json.loads, self.row_counts.read_text().splitlines())
-        return [p for p in passes if p["prompt"]]
-
-    def stop(self) -> None:
-        self.process.terminate()
-        try:
-            self.process.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-
-
-@contextmanager
-def serve(checkpoint: Path, folder: Path, name: str, *flags: str) -> Iterator[Server]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    log, row_counts = folder / f"{name}.log", folder / f"{name}.rows"
-    environment = {**os.environ, **hosts.environment(), "ROW_COUNT_FILE": str(row_counts)}
-    environment["PYTHONPATH"] += os.pathsep + str(ROW_COUNTER)
-    environment["OMP_NUM_THREADS"] = "1"  # two servers share the machine
-    vllm = Path(sys.executable).with_name("vllm")
-    command = [vllm, "serve", checkpoint, "--host", "127.0.0.1", "--port", str(port), *ENGINE_ARGS, *flags]
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
-    server = Server(name, process, port, log, row_counts)
-    try:
-        yield server
-    finally:
-        server.stop()
 
 
 def say(message: str, started: float = time.monotonic()) -> None:
@@ -204,7 +117,10 @@ def main() -> int:
             divisor=8,
         )
         say(f"a random checkpoint of E2B's shape, {NUM_LAYERS} layers, {NUM_SHARED} KV-shared, an eighth as wide")
-        with serve(checkpoint, folder, "off") as off, serve(checkpoint, folder, "on", FLAG) as on:
+        with (
+            serve(checkpoint, folder, "off", *ENGINE_ARGS) as off,
+            serve(checkpoint, folder, "on", *ENGINE_ARGS, FLAG) as on,
+        ):
             host = "vllm-gaudi" if hosts.name() == "plugin" else "the stand-in for vllm-gaudi"
             say(f"vLLM {importlib.metadata.version('vllm')} on {host}: starting a server without and one with {FLAG}")
             for server in (off, on):
@@ -212,7 +128,7 @@ def main() -> int:
                 say(f"{server.name}: the server answers")
             equal, tokens_per_second = exchange(off, on)
         report(off, on, equal, tokens_per_second)
-    except (Failure, OSError) as failure:  # OSError: a server that is gone
+    except (Failure, ServerError, OSError) as failure:  # OSError: a server that is gone
         for log in sorted(folder.glob("*.log")):
             print(f"--- {log}, its end:\n{last_lines(log)}", file=sys.stderr)
         print(f"demo failed: {failure}", file=sys.stderr)

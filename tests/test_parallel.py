@@ -1,51 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor parallel over CPU processes, on the real plugin: equal with and without the flag."""
+"""Several workers, as CPU processes under `vllm serve` on the real plugin: equal with and without the flag."""
 
-import json
-import os
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests import engine, hosts
 from tests.schedules import prompt_of
+from tests.server import FLAG, serve
 
 pytestmark = pytest.mark.plugin_only
 
+# The plugin's mask of a cached prefix shows one token more than the window, so that tokens depend on what is cached.
+ARGS = (
+    "--max-model-len",
+    "512",
+    "--max-num-seqs",
+    "8",
+    "--num-gpu-blocks-override",
+    "32",
+    "--no-enable-prefix-caching",
+)
 PROMPTS = [prompt_of(n) for n in (5, 128, 129, 300)]
+TENSOR_PARALLEL, DATA_PARALLEL = ("--tensor-parallel-size", "2"), ("--data-parallel-size", "2")
 
 
-@pytest.fixture
-def rows(monkeypatch, tmp_path):
-    """Rows per layer of each pass, as the worker processes count them."""
-    file = tmp_path / "rows"
-    counter = Path(hosts.__file__).with_name("row_counter")
-    monkeypatch.setenv("ROW_COUNT_FILE", str(file))
-    monkeypatch.setenv("PYTHONPATH", os.environ["PYTHONPATH"] + os.pathsep + str(counter))
-
-    def read():
-        counted = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-        file.write_text("")
-        return [one["rows"] for one in counted if one["prompt"]]
-
-    return read
+@pytest.fixture(scope="module")
+def tokens(e2b, tmp_path_factory):
+    """What a server with one worker and without the flag answers."""
+    with serve(e2b, tmp_path_factory.mktemp("one"), "one", *ARGS) as server:
+        server.wait_until_ready()
+        return [server.complete(prompt, 8) for prompt in PROMPTS]
 
 
-def generate(checkpoint, **settings):
-    llm = engine.make_llm(checkpoint, **settings)
-    try:
-        return engine.generate(llm, PROMPTS)
-    finally:
-        engine.close(llm)
+def assert_reduced(passes):
+    assert all(p["rows"][5:] == [p["sequences"]] * 5 and p["rows"][0] >= 128 for p in passes)
 
 
-def test_tensor_parallel_2(e2b, rows):
-    alone = generate(e2b, fast=False)
-    parallel = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    off = generate(e2b, fast=False, **parallel)
-    rows()
-    on = generate(e2b, fast=True, **parallel)
-    assert on == off == alone
-    passes = rows()
-    assert len(passes) >= 2 * len(PROMPTS), "both workers run each prompt"
-    assert all(one[5:] == [1] * 5 and one[0] >= 128 for one in passes)
+def test_tensor_parallel_2(e2b, tokens, tmp_path):
+    with serve(e2b, tmp_path, "off", *ARGS, *TENSOR_PARALLEL) as server:
+        server.wait_until_ready()
+        assert [server.complete(prompt, 8) for prompt in PROMPTS] == tokens
+    with serve(e2b, tmp_path, "on", *ARGS, *TENSOR_PARALLEL, FLAG) as server:
+        server.wait_until_ready()
+        assert [server.complete(prompt, 8) for prompt in PROMPTS] == tokens
+        passes = server.prompt_passes()
+    assert len(passes) == 2 * len(PROMPTS), "both workers run each prompt"
+    assert_reduced(passes)
+
+
+def test_data_parallel_2_with_an_idle_rank(e2b, tokens, tmp_path):
+    with serve(e2b, tmp_path, "on", *ARGS, *DATA_PARALLEL, FLAG) as server:
+        server.wait_until_ready()
+        one_by_one = [server.complete(prompt, 8) for prompt in PROMPTS]  # the other rank idles
+        with ThreadPoolExecutor(len(PROMPTS)) as pool:
+            at_once = list(pool.map(lambda prompt: server.complete(prompt, 8), PROMPTS))
+        passes = server.prompt_passes()
+    assert one_by_one == at_once == tokens
+    assert len(passes) >= len(PROMPTS)
+    assert_reduced(passes)

@@ -2,14 +2,6 @@
 """``prompt_logprobs`` with the flag: refused for each request that asks for them, and the engine goes on serving."""
 
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
 
 import pytest
 from vllm import EngineArgs, SamplingParams
@@ -18,11 +10,10 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from tests import engine
 from tests.observe import inspect_models_here
+from tests.server import FLAG, serve
 
-FLAG = "--kv-sharing-fast-prefill"
 PROMPT = [20, 21, 22, 23, 24]
 MESSAGES = [{"role": "user", "content": "hello"}]
-MODEL = "gemma"
 
 
 @pytest.fixture(autouse=True)
@@ -32,48 +23,15 @@ def _inspect_models_here(monkeypatch):
 
 @pytest.fixture(scope="module")
 def server(e2b, tmp_path_factory):
-    """`vllm serve` with the flag, started before the engine below for the two to overlap: its URL once it answers."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(e2b), "--served-model-name", MODEL]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager", FLAG]
-    command += ["--max-model-len", "512", "--max-num-seqs", "4", "--num-gpu-blocks-override", "32"]
-    command += ["--limit-mm-per-prompt", json.dumps({"image": 0, "audio": 0, "video": 0})]
-    command += ["--chat-template", "{% for message in messages %}{{ message.content }}{% endfor %}"]
-    env = {name: value for name, value in os.environ.items() if name != "VLLM_PLUGINS"}
-    log = tmp_path_factory.mktemp("server") / "log"
-    with log.open("w") as output:
-        process = subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT)
-
-    def wait():
-        deadline = time.monotonic() + 300
-        while time.monotonic() < deadline and process.poll() is None:
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
-                    return f"http://127.0.0.1:{port}/v1"
-            except OSError:
-                time.sleep(1)
-        pytest.fail(f"vllm serve did not come up:\n{log.read_text()[-4000:]}")
-
-    yield wait
-    process.send_signal(signal.SIGINT)
-    try:
-        process.wait(timeout=30)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    """`vllm serve` with the flag, started before the engine below for the two to overlap."""
+    args = ["--max-model-len", "512", "--max-num-seqs", "4", "--num-gpu-blocks-override", "32"]
+    args += ["--chat-template", "{% for message in messages %}{{ message.content }}{% endfor %}", FLAG]
+    with serve(e2b, tmp_path_factory.mktemp("server"), "on", *args) as server:
+        yield server
 
 
-def post(url, **body):
-    """Status and text of the answer."""
-    data = json.dumps({"model": MODEL, "max_tokens": 4, "temperature": 0, **body}).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
+def post(server, path, **body):
+    return server.request("POST", f"/v1/{path}", {"max_tokens": 4, "temperature": 0, **body})
 
 
 def test_offline(e2b, server):
@@ -118,28 +76,28 @@ REFUSED = {
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_server(what, server):
-    url = server()
+    server.wait_until_ready()
     body = REFUSED[what]
     path = "chat/completions" if "messages" in body else "completions"
-    status, answer = post(f"{url}/{path}", **body)
+    status, answer = post(server, path, **body)
     assert status == 400, answer
     assert FLAG in json.loads(answer)["error"]["message"]
-    assert_serves(f"{url}/{path}", **{name: body[name] for name in body if name in ("prompt", "messages")})
+    assert_serves(server, path, **{name: body[name] for name in body if name in ("prompt", "messages")})
 
 
 def test_server_streaming(server):
     """vLLM has sent status 200 when it looks at the request: the error is the first event of the stream."""
-    url = f"{server()}/completions"
-    _, answer = post(url, prompt=PROMPT, prompt_logprobs=0, stream=True)
+    server.wait_until_ready()
+    _, answer = post(server, "completions", prompt=PROMPT, prompt_logprobs=0, stream=True)
     first, *others = [line.removeprefix("data: ") for line in answer.splitlines() if line]
     error = json.loads(first)["error"]
     assert error["code"] == 400
     assert FLAG in error["message"]
     assert not [event for event in others if "choices" in event]
-    assert_serves(url, prompt=PROMPT)
+    assert_serves(server, "completions", prompt=PROMPT)
 
 
-def assert_serves(url, **body):
-    status, answer = post(url, **body)
+def assert_serves(server, path, **body):
+    status, answer = post(server, path, **body)
     assert status == 200, answer
     assert json.loads(answer)["usage"]["completion_tokens"] == 4

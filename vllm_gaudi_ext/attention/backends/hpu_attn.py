@@ -10,10 +10,13 @@ from vllm_gaudi_ext.ops import context_slots, single_query_attention, visible_sl
 
 
 class SharedKV(NamedTuple):
-    """What the last token of each sequence attends to on the layers that read one layer's KV cache."""
+    """What the last token of each sequence attends to on the layers that read one layer's KV cache.
 
-    key: torch.Tensor  # [batch, width, num_kv_heads, head_size]
-    value: torch.Tensor  # [batch, width, num_kv_heads, head_size]
+    In float32, in which the attention is computed: converted once, not in each layer that reads it.
+    """
+
+    key: torch.Tensor  # [batch, width, num_kv_heads, head_size] float32
+    value: torch.Tensor  # [batch, width, num_kv_heads, head_size] float32
     visible: torch.Tensor  # [batch, width] bool
 
 
@@ -39,8 +42,8 @@ class HpuSharedKVAttentionImpl(HPUAttentionImpl):
             past = context_slots(context.block_list, prompt.block_size, context.attn_bias, prompt.query_lens)
             slots, visible = torch.cat((past[0], slots), dim=1), torch.cat((past[1], visible), dim=1)
         shape = (*slots.shape, self.num_kv_heads, self.head_size)
-        key = fetch_slots(self.k_cache, kv_cache[0], slots.flatten()).view(shape)
-        value = fetch_slots(self.v_cache, kv_cache[1], slots.flatten()).view(shape)
+        key = fetch_slots(self.k_cache, kv_cache[0], slots.flatten()).float().view(shape)
+        value = fetch_slots(self.v_cache, kv_cache[1], slots.flatten()).float().view(shape)
         return SharedKV(key, value, visible)
 
     def write_kv(self, key: torch.Tensor, value: torch.Tensor, kv_cache: tuple[Any, ...], prompt: PromptPass) -> None:
