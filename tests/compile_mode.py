@@ -11,6 +11,8 @@ import os
 import random
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 # The plugin takes the branches of a Gaudi 2 that compiles; the device behind them is the CPU all the same.
@@ -35,6 +37,25 @@ SETTINGS = {"enforce_eager": False, "max_num_seqs": 4, "max_model_len": MAX_MODE
 
 def graphs() -> int:
     return counters["stats"]["unique_graphs"]
+
+
+@contextmanager
+def graphs_by_bucket() -> Iterator[dict[str, int]]:
+    """Graphs that warm-up compiles for each bucket, in its order: (batch, tokens, context blocks) of a pass."""
+    from vllm_gaudi.v1.worker.hpu_model_runner import HPUModelRunner
+
+    prepare, by_bucket = HPUModelRunner._prepare_dummy_scenario, {}
+
+    def prepare_dummy_scenario(self: Any, prompt_cfg: Any, decode_cfg: Any) -> None:
+        before = graphs()
+        prepare(self, prompt_cfg, decode_cfg)
+        by_bucket[f"prompt {prompt_cfg}" if prompt_cfg else f"decode {decode_cfg}"] = graphs() - before
+
+    HPUModelRunner._prepare_dummy_scenario = prepare_dummy_scenario
+    try:
+        yield by_bucket
+    finally:
+        HPUModelRunner._prepare_dummy_scenario = prepare
 
 
 def prompt_of(choose: random.Random, length: int) -> list[int]:
@@ -102,10 +123,12 @@ def main() -> None:
         torch._dynamo.reset()
         counters.clear()
         caching = {"enable_prefix_caching": what == "graphs"}
-        llm = engine.make_llm(checkpoint, prompt_batch_cap=cap, **settings, **SETTINGS, **caching)
+        with graphs_by_bucket() as by_bucket:
+            llm = engine.make_llm(checkpoint, prompt_batch_cap=cap, **settings, **SETTINGS, **caching)
         measured = (measure_graphs if what == "graphs" else measure_launches)(llm, cap)
         engine.close(llm)
-        print(json.dumps({"variant": variant, "graph_breaks": counters["graph_break"], **measured}), flush=True)
+        result = {"variant": variant, "graph_breaks": counters["graph_break"], "warm_up_by_bucket": by_bucket}
+        print(json.dumps(result | measured), flush=True)
 
 
 if __name__ == "__main__":

@@ -186,7 +186,7 @@ def test_load_stops_where_the_plugin_is_not_what_was_verified(change, e2b, monke
     ("vllm-gaudi", "0.1.dev7+g123abc", True),
 ])  # fmt: skip
 def test_verified_versions(distribution, version, inside, monkeypatch):
-    from vllm_gaudi_ext.hpu import out_of_range
+    from vllm_gaudi_ext.config import out_of_range
 
     versions = {"vllm": "0.26.0", "vllm-gaudi": "0.26.0", distribution: version}
     monkeypatch.setattr(importlib.metadata, "version", versions.__getitem__)

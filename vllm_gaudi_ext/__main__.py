@@ -23,7 +23,8 @@ def check() -> tuple[int, list[str]]:
     if current_platform.device_name != "hpu":
         return INACTIVE, [f"vLLM runs on platform {current_platform.device_name or 'none'!r} here, not on hpu"]
     try:
-        from vllm_gaudi_ext.hpu import drift, out_of_range
+        from vllm_gaudi_ext.config import out_of_range
+        from vllm_gaudi_ext.hpu import drift
 
         findings = drift()
     except ImportError as error:

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the engine's settings mean for fast prefill: nothing to skip, refused, or the normal path."""
 
+import importlib.metadata
 import os
 from typing import Any
 
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
 from vllm import envs
 from vllm.config import VllmConfig
 
@@ -15,6 +18,25 @@ def misfit_error(reason: str) -> ValueError:
     """The refusal of the flag where this package does not fit what is installed, for the given reason."""
     releases = " and ".join(f"{name} {verified}" for name, verified in VERIFIED.items())
     return ValueError(f"{FLAG} needs {releases}: {reason}. Install those versions, or drop {FLAG}.")
+
+
+def out_of_range() -> list[str]:
+    """Which of vllm and vllm-gaudi is a release outside the range that this package was verified with.
+
+    A build without a release version, such as a checkout, has nothing to compare and is judged by ``drift`` alone.
+    """
+    findings = []
+    for distribution, specifier in VERIFIED.items():
+        verified = SpecifierSet(specifier)
+        try:
+            version = Version(importlib.metadata.version(distribution))
+        except (importlib.metadata.PackageNotFoundError, InvalidVersion):
+            continue
+        # setuptools-scm calls a checkout without tags 0.1.dev1 or the like.
+        is_checkout = version.release < (0, 2)
+        if not is_checkout and not verified.contains(version.base_version):
+            findings.append(f"{distribution} {version} is outside the verified range {verified}")
+    return findings
 
 
 def inert_reason(text_config: Any) -> str | None:
@@ -65,7 +87,7 @@ def check_at_load() -> None:
     """
     from vllm_gaudi.extension.runtime import get_config
 
-    from vllm_gaudi_ext.hpu import drift, out_of_range
+    from vllm_gaudi_ext.hpu import drift
 
     findings = out_of_range() or drift()
     if findings:

@@ -2,20 +2,17 @@
 """Everything this package takes from vllm-gaudi and from vLLM's Gemma 4, and the check that it is still there.
 
 A change in either that concerns this package is followed up here: the classes it builds on, the fields it reads, the
-buffers of the rotary embedding, and the versions it was run against.
+buffers of the rotary embedding.
 """
 
 import contextlib
 import dataclasses
-import importlib.metadata
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from packaging.specifiers import SpecifierSet
-from packaging.version import InvalidVersion, Version
 from vllm.forward_context import ForwardContext
 from vllm.model_executor.models.gemma4 import Gemma4Attention, Gemma4DecoderLayer, Gemma4ForCausalLM, Gemma4Model
 from vllm_gaudi.attention.backends.hpu_attn import HPUAttentionImpl
@@ -25,8 +22,6 @@ from vllm_gaudi.models.gemma4 import HpuGemma4ForConditionalGeneration, HpuGemma
 from vllm_gaudi.models.gemma4 import _apply_hpu_gemma4_patches as apply_hpu_gemma4_patches
 from vllm_gaudi.models.gemma4 import _hpu_run_decoder_layers as run_decoder_layers
 from vllm_gaudi.v1.attention.backends.hpu_attn import HPUAttentionBackendV1, HPUAttentionMetadataV1
-
-from vllm_gaudi_ext.config import VERIFIED
 
 __all__ = [
     "Gemma4ForCausalLM",
@@ -40,7 +35,6 @@ __all__ = [
     "apply_hpu_gemma4_patches",
     "drift",
     "fetch_slots",
-    "out_of_range",
     "prompt_pass",
     "reduced_to_rows",
     "run_decoder_layers",
@@ -192,25 +186,6 @@ def drift() -> list[str]:
         *_unassigned(HPUAttentionImpl, ("kv_sharing_target_layer_name", "k_cache", "v_cache")),
         *_unassigned(HPURotaryEmbedding, ("cos", "sin")),
     ]
-    return findings
-
-
-def out_of_range() -> list[str]:
-    """Which of vllm and vllm-gaudi is a release outside the range that this package was verified with.
-
-    A build without a release version, such as a checkout, has nothing to compare and is judged by ``drift`` alone.
-    """
-    findings = []
-    for distribution, specifier in VERIFIED.items():
-        verified = SpecifierSet(specifier)
-        try:
-            version = Version(importlib.metadata.version(distribution))
-        except (importlib.metadata.PackageNotFoundError, InvalidVersion):
-            continue
-        # setuptools-scm calls a checkout without tags 0.1.dev1 or the like.
-        is_checkout = version.release < (0, 2)
-        if not is_checkout and not verified.contains(version.base_version):
-            findings.append(f"{distribution} {version} is outside the verified range {verified}")
     return findings
 
 
