@@ -62,14 +62,14 @@ def test_another_platform(run, monkeypatch, device_name):
 
 
 @pytest.mark.parametrize("distribution, version", [("vllm", "0.25.0"), ("vllm", "0.31.0"), ("vllm-gaudi", "0.28.0")])
-def test_version_that_was_not_verified(run, monkeypatch, distribution, version):
+def test_version_that_is_not_supported(run, monkeypatch, distribution, version):
     original = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda n: version if n == distribution else original(n))
     code, answer = run()
     assert code == INACTIVE
     (reason,) = answer["reasons"]
     assert f"{distribution} {version}" in reason
-    assert "0.26" in reason  # the verified range
+    assert "0.26" in reason  # the supported range
 
 
 def test_metadata_without_a_field_that_is_read(run, monkeypatch):
@@ -100,6 +100,33 @@ def test_function_without_a_parameter_that_is_passed(run, monkeypatch):
     (reason,) = answer["reasons"]
     assert "vllm_gaudi.attention.backends.hpu_attn.HPUAttentionImpl.forward" in reason
     assert "'attn_metadata'" in reason
+
+
+def test_method_that_is_gone(run, monkeypatch):
+    from vllm.model_executor.models.gemma4 import Gemma4Model
+
+    monkeypatch.delattr(Gemma4Model, "project_per_layer_inputs")
+    code, answer = run()
+    assert code == DRIFTED
+    (reason,) = answer["reasons"]
+    assert "Gemma4Model has no method 'project_per_layer_inputs'" in reason
+
+
+def test_feature_that_is_gone(run, monkeypatch):
+    from vllm_gaudi_ext import hpu
+
+    monkeypatch.setattr(hpu, "FEATURES", (*hpu.FEATURES, "long_gone"))
+    code, answer = run()
+    assert code == DRIFTED
+    assert answer["reasons"] == ["vllm-gaudi has no feature 'long_gone'"]
+
+
+def test_environment_that_sends_prompts_down_the_normal_path(run, monkeypatch):
+    monkeypatch.setenv("QUANT_CONFIG", "quantization.json")
+    code, answer = run()
+    assert code == INACTIVE
+    (reason,) = answer["reasons"]
+    assert "QUANT_CONFIG" in reason
 
 
 def test_class_that_no_longer_sets_an_attribute(run, monkeypatch):

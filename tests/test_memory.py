@@ -6,6 +6,7 @@ from torch.profiler import ProfilerActivity, profile
 from tests import engine
 from tests.schedules import BLOCK, prompt_of
 
+HEAD_SIZE = 32  # of full attention in the checkpoint, with one KV head
 PROMPTS = {"without context": 1024, "mostly cached": 3968 + BLOCK}
 
 
@@ -51,5 +52,7 @@ def test_peak_memory(e2b):
     off, on = (peaks_of(e2b, fast=fast) for fast in (False, True))
     print({name: (on[name], off[name]) for name in PROMPTS})
     assert 0 < on["without context"][0] < min(off["without context"])
-    # A short chunk needs what its context does, and that is longest in full attention, the last layer's.
-    assert 0 < on["mostly cached"][0] < off["mostly cached"][-1]
+    # What a short chunk needs is its context, longest in full attention: K and V in float32, and V in bfloat16, too,
+    # while it is converted. The rest, slots, masks and the window of the sliding layers, is a tenth of that.
+    keys = PROMPTS["mostly cached"] * HEAD_SIZE
+    assert 0 < on["mostly cached"][0] < 1.1 * keys * (4 + 4 + 2)

@@ -49,6 +49,7 @@ def test_tensor_parallel_2(e2b, tokens, tmp_path):
 
 
 def test_data_parallel_2_with_an_idle_rank(e2b, tokens, tmp_path):
+    """vLLM runs the ranks of a dense model as engines that do not wait for each other."""
     with serve(e2b, tmp_path, "on", *ARGS, *DATA_PARALLEL, FLAG) as server:
         server.wait_until_ready()
         one_by_one = [server.complete(prompt, 8) for prompt in PROMPTS]  # the other rank idles

@@ -79,6 +79,15 @@ def test_refused_at_start(setting, e2b, no_kv_sharing):
     engine_config(no_kv_sharing, **REFUSED[setting])
 
 
+def test_full_warmup_is_refused_with_prefix_caching(e2b, monkeypatch):
+    """It leaves out the pass of a request that resumes from cached blocks, and the plugin then stops at that pass."""
+    monkeypatch.setenv("VLLM_FULL_WARMUP", "true")
+    with pytest.raises(ValueError, match=f"VLLM_FULL_WARMUP.*--no-enable-prefix-caching, or drop {FLAG}"):
+        engine_config(e2b)
+    engine_config(e2b, enable_prefix_caching=False)
+    engine_config(e2b, fast=False)
+
+
 @pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp"])
 def test_drafting_from_hidden_states_is_refused_by_vllm(method, e2b, tmp_path):
     if method == "mtp":
@@ -138,7 +147,7 @@ def test_all_layers_shared_start_as_without_the_flag(e2b, tmp_path):
     assert raised[0] == raised[1]
 
 
-# At load: nothing but what was verified
+# At load: nothing but what is supported
 
 
 def renamed(monkeypatch):
@@ -156,6 +165,14 @@ def renamed(monkeypatch):
     return ["vllm_gaudi.v1.worker.hpu_model_runner.HPUModelRunner._form_prefill_batch", "'contents'"]
 
 
+def removed(monkeypatch):
+    """A method that this package wraps is gone."""
+    from vllm_gaudi.v1.worker.hpu_model_runner import HPUModelRunner
+
+    monkeypatch.delattr(HPUModelRunner, "_form_prefill_batch")
+    return ["vllm_gaudi.v1.worker.hpu_model_runner.HPUModelRunner", "no method '_form_prefill_batch'"]
+
+
 def another_version(monkeypatch):
     original = importlib.metadata.version
     versions = {"vllm-gaudi": "0.99.1"}
@@ -163,8 +180,8 @@ def another_version(monkeypatch):
     return ["vllm-gaudi 0.99.1", "0.26"]
 
 
-@pytest.mark.parametrize("change", [renamed, another_version])
-def test_load_stops_where_the_plugin_is_not_what_was_verified(change, e2b, monkeypatch):
+@pytest.mark.parametrize("change", [renamed, removed, another_version])
+def test_load_stops_where_the_plugin_is_not_what_is_supported(change, e2b, monkeypatch):
     expected = change(monkeypatch)
     with pytest.raises(ValueError) as refusal:
         engine.make_llm(e2b, fast=True)
@@ -185,7 +202,7 @@ def test_load_stops_where_the_plugin_is_not_what_was_verified(change, e2b, monke
     ("vllm-gaudi", "0.0.0+checkout", True),
     ("vllm-gaudi", "0.1.dev7+g123abc", True),
 ])  # fmt: skip
-def test_verified_versions(distribution, version, inside, monkeypatch):
+def test_supported_versions(distribution, version, inside, monkeypatch):
     from vllm_gaudi_ext.config import out_of_range
 
     versions = {"vllm": "0.26.0", "vllm-gaudi": "0.26.0", distribution: version}
@@ -281,6 +298,26 @@ def test_reasons_for_the_normal_path(reason, e2b, monkeypatch):
         assert normal_path_reason(config) is None
         monkeypatch.setenv("QUANT_CONFIG", "quantization.json")
     assert reason in normal_path_reason(config)
+
+
+ATTENTION = {
+    "flex": {"VLLM_PROMPT_USE_FLEX_ATTENTION": "true"},
+    "slices": {"VLLM_BUCKETING_STRATEGY": "pad", "VLLM_HPU_FSDPA_SLICE_ENABLED": "true"},
+}
+
+
+@pytest.mark.plugin_only
+@pytest.mark.parametrize("kind", ATTENTION)
+def test_attention_that_does_not_see_what_the_mask_shows_takes_the_normal_path(kind, e2b):
+    with vllm_log() as log:
+        llm = engine.make_llm(e2b, fast=True, env=ATTENTION[kind])
+    try:
+        assert takes_normal_path(llm)
+    finally:
+        engine.close(llm)
+    ((_, message),) = said(log)
+    assert kind in message
+    assert next(iter(ATTENTION[kind])) in message
 
 
 def test_no_reason_for_the_normal_path_by_default(e2b):

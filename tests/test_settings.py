@@ -20,7 +20,10 @@ from tests.schedules import (
 # Environment, and what it makes of the adapter around the model and of the plugin's features.
 PLUGIN_ONLY = {
     "linear buckets": ({"VLLM_BUCKETING_STRATEGY": "lin"}, {"bucketing_strategy": "lin"}),
-    "padding-aware buckets": ({"VLLM_BUCKETING_STRATEGY": "pad"}, {"bucketing_strategy": "pad"}),
+    "padding-aware buckets": (
+        {"VLLM_BUCKETING_STRATEGY": "pad", "VLLM_HPU_FSDPA_SLICE_ENABLED": "false"},
+        {"bucketing_strategy": "pad", "enable_fsdpa_slicing": False},
+    ),
     "no buckets": ({"VLLM_ENABLE_BUCKETING": "false"}, {"use_bucketing": False}),
 }
 BOTH_HOSTS = {

@@ -23,7 +23,7 @@ def check() -> tuple[int, list[str]]:
     if current_platform.device_name != "hpu":
         return INACTIVE, [f"vLLM runs on platform {current_platform.device_name or 'none'!r} here, not on hpu"]
     try:
-        from vllm_gaudi_ext.config import out_of_range
+        from vllm_gaudi_ext.config import environment_reason, out_of_range
         from vllm_gaudi_ext.hpu import drift
 
         findings = drift()
@@ -41,6 +41,9 @@ def check() -> tuple[int, list[str]]:
 
     from vllm_gaudi_ext.patches import MODELS
 
+    reason = environment_reason()
+    if reason is not None:
+        return INACTIVE, [f"prompts take the normal path: {reason}"]
     load_general_plugins()
     registered = {name: ModelRegistry.models[name] for name in MODELS}
     if any(f"{m.module_name}:{m.class_name}" != MODELS[name] for name, m in registered.items()):

@@ -11,31 +11,31 @@ from vllm import envs
 from vllm.config import VllmConfig
 
 FLAG = "--kv-sharing-fast-prefill"
-VERIFIED = {"vllm": ">=0.26,<0.31", "vllm-gaudi": ">=0.26,<0.28"}  # releases this package was run against
+SUPPORTED = {"vllm": ">=0.26,<0.31", "vllm-gaudi": ">=0.26,<0.28"}  # releases; the README says which were run
 
 
 def misfit_error(reason: str) -> ValueError:
     """The refusal of the flag where this package does not fit what is installed, for the given reason."""
-    releases = " and ".join(f"{name} {verified}" for name, verified in VERIFIED.items())
+    releases = " and ".join(f"{name} {supported}" for name, supported in SUPPORTED.items())
     return ValueError(f"{FLAG} needs {releases}: {reason}. Install those versions, or drop {FLAG}.")
 
 
 def out_of_range() -> list[str]:
-    """Which of vllm and vllm-gaudi is a release outside the range that this package was verified with.
+    """Which of vllm and vllm-gaudi is a release outside the range that this package supports.
 
     A build without a release version, such as a checkout, has nothing to compare and is judged by ``drift`` alone.
     """
     findings = []
-    for distribution, specifier in VERIFIED.items():
-        verified = SpecifierSet(specifier)
+    for distribution, specifier in SUPPORTED.items():
+        supported = SpecifierSet(specifier)
         try:
             version = Version(importlib.metadata.version(distribution))
         except (importlib.metadata.PackageNotFoundError, InvalidVersion):
             continue
         # setuptools-scm calls a checkout without tags 0.1.dev1 or the like.
         is_checkout = version.release < (0, 2)
-        if not is_checkout and not verified.contains(version.base_version):
-            findings.append(f"{distribution} {version} is outside the verified range {verified}")
+        if not is_checkout and not supported.contains(version.base_version):
+            findings.append(f"{distribution} {version} is outside the supported range {supported}")
     return findings
 
 
@@ -70,6 +70,13 @@ def refuse_unsupported(vllm_config: VllmConfig) -> None:
             f"{FLAG} does not support the Rust frontend, which would accept prompt_logprobs: "
             f"unset VLLM_USE_RUST_FRONTEND, or drop {FLAG}."
         )
+    full_warmup = os.environ.get("VLLM_FULL_WARMUP", "").strip().lower() in ("1", "true")
+    if full_warmup and vllm_config.cache_config.enable_prefix_caching:
+        raise ValueError(
+            f"{FLAG} with prefix caching does not support VLLM_FULL_WARMUP: a request that resumes from cached blocks "
+            f"after preemption takes the normal path, which is not warmed up. Unset VLLM_FULL_WARMUP, set "
+            f"--no-enable-prefix-caching, or drop {FLAG}."
+        )
     pipeline_parallel_size = vllm_config.parallel_config.pipeline_parallel_size
     if pipeline_parallel_size > 1:
         raise ValueError(
@@ -82,12 +89,10 @@ def check_at_load() -> None:
     """Check, in the process that loads the model, what only that process can know.
 
     Raises:
-        ValueError: if vllm or vllm-gaudi is not what this package was verified with, or if the plugin does not flatten
-            the prompt tokens.
+        ValueError: if vllm or vllm-gaudi is not what this package supports, or if the plugin does not flatten the
+            prompt tokens.
     """
-    from vllm_gaudi.extension.runtime import get_config
-
-    from vllm_gaudi_ext.hpu import drift
+    from vllm_gaudi_ext.hpu import drift, get_config
 
     findings = out_of_range() or drift()
     if findings:
@@ -96,19 +101,30 @@ def check_at_load() -> None:
         raise ValueError(f"{FLAG} needs flattened prompts for a text-only Gemma 4: set VLLM_FLATTEN_INPUT=1.")
 
 
-def normal_path_reason(vllm_config: VllmConfig) -> str | None:
-    """Why all prompt passes take the normal path under these settings, or None if they may be fast."""
-    from vllm_gaudi.extension.runtime import get_config
+def environment_reason() -> str | None:
+    """Why all prompt passes take the normal path under this process' environment, or None if they may be fast."""
+    from vllm_gaudi_ext.hpu import get_config
 
-    if get_config().merged_prefill:
+    features = get_config()
+    if features.merged_prefill:
         return "merged prefill (VLLM_MERGED_PREFILL) is not supported"
+    if features.prompt_attn_impl == "flex_impl":
+        return "flex attention (VLLM_PROMPT_USE_FLEX_ATTENTION) has no sliding window"
+    if features.enable_fsdpa_slicing and features.bucketing_strategy == "pad":
+        # It applies the mask to some slices of the keys alone, so that what a row sees is not what the mask shows.
+        return "attention in slices (VLLM_HPU_FSDPA_SLICE_ENABLED, with VLLM_BUCKETING_STRATEGY=pad) is not supported"
     if os.environ.get("QUANT_CONFIG"):
         return "quantization or calibration with INC (QUANT_CONFIG) is not supported"
+    return None
+
+
+def normal_path_reason(vllm_config: VllmConfig) -> str | None:
+    """Why all prompt passes take the normal path under these settings, or None if they may be fast."""
     if vllm_config.model_config.pooler_config is not None:
         return "a pooling model reads every token"
     if vllm_config.kv_transfer_config is not None:
         return "KV connectors (--kv-transfer-config) are not supported"
-    return None
+    return environment_reason()
 
 
 def reduces_kv_producer(vllm_config: VllmConfig) -> bool:

@@ -18,6 +18,7 @@ from vllm.model_executor.models.gemma4 import Gemma4Attention, Gemma4DecoderLaye
 from vllm_gaudi.attention.backends.hpu_attn import HPUAttentionImpl
 from vllm_gaudi.attention.backends.hpu_attn import _set_fetch_by_id as set_fetch_by_id
 from vllm_gaudi.extension.ops import LoraMask
+from vllm_gaudi.extension.runtime import get_config
 from vllm_gaudi.models.gemma4 import HpuGemma4ForConditionalGeneration, HpuGemma4Model
 from vllm_gaudi.models.gemma4 import _apply_hpu_gemma4_patches as apply_hpu_gemma4_patches
 from vllm_gaudi.models.gemma4 import _hpu_run_decoder_layers as run_decoder_layers
@@ -35,6 +36,7 @@ __all__ = [
     "apply_hpu_gemma4_patches",
     "drift",
     "fetch_slots",
+    "get_config",
     "prompt_pass",
     "reduced_to_rows",
     "run_decoder_layers",
@@ -44,6 +46,7 @@ METADATA_FIELDS = (
     *("is_prompt", "seq_lens_tensor", "slot_mapping", "block_size", "prep_initial_states"),
     *("block_list", "attn_bias", "window_block_list", "window_attn_bias"),
 )
+FEATURES = ("flatten_input", "merged_prefill", "prompt_attn_impl", "enable_fsdpa_slicing", "bucketing_strategy")
 PER_LAYER_INPUT_ATTRIBUTES = (
     *("hidden_size_per_layer_input", "vocab_size_per_layer_input", "embed_tokens_per_layer", "embed_scale_per_layer"),
     *("per_layer_model_projection", "per_layer_projection_scale", "per_layer_projection_norm", "per_layer_input_scale"),
@@ -149,7 +152,6 @@ def drift() -> list[str]:
     Raises:
         ImportError: if a module is not there at all.
     """
-    from vllm_gaudi.extension.runtime import get_config
     from vllm_gaudi.extension.utils import VLLMKVCache
     from vllm_gaudi.ops.hpu_rotary_embedding import HPURotaryEmbedding
     from vllm_gaudi.v1.worker.hpu_model_runner import BatchContents, HPUModelRunner
@@ -157,25 +159,24 @@ def drift() -> list[str]:
     model_args = ("input_ids", "positions", "intermediate_tensors", "inputs_embeds", "per_layer_inputs")
     layer_args = ("positions", "hidden_states", "residual", "per_layer_input")
     attention_args = ("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output")
+    cache_args = ("input", "cache", "slot_mapping", "scales", "block_size", "is_prompt")
     findings = [
-        *_missing_parameters(HpuGemma4Model.forward, model_args),
-        *_missing_parameters(Gemma4DecoderLayer.forward, layer_args),
+        *_misfit_method(HpuGemma4Model, "forward", model_args),
+        *_misfit_method(Gemma4DecoderLayer, "forward", layer_args),
         *_missing_parameters(run_decoder_layers, ("decoder_layers", "positions", "hidden_states", "per_layer_inputs")),
         *_missing_parameters(apply_hpu_gemma4_patches, ("language_model",)),
-        *_missing_parameters(Gemma4Model.embed_input_ids, ("input_ids",)),
-        *_missing_parameters(Gemma4Model.get_per_layer_inputs, ("input_ids",)),
-        *_missing_parameters(Gemma4Model.project_per_layer_inputs, ("inputs_embeds", "per_layer_inputs")),
-        *_missing_parameters(HPUAttentionImpl.forward, attention_args),
-        *_missing_parameters(HPUAttentionBackendV1.get_impl_cls, ()),
-        *_missing_parameters(
-            VLLMKVCache.forward, ("input", "cache", "slot_mapping", "scales", "block_size", "is_prompt")
-        ),
-        *_missing_parameters(VLLMKVCache.fetch_from_cache, ("cache", "blocks")),
+        *_misfit_method(Gemma4Model, "embed_input_ids", ("input_ids",)),
+        *_misfit_method(Gemma4Model, "get_per_layer_inputs", ("input_ids",)),
+        *_misfit_method(Gemma4Model, "project_per_layer_inputs", ("inputs_embeds", "per_layer_inputs")),
+        *_misfit_method(HPUAttentionImpl, "forward", attention_args),
+        *_misfit_method(HPUAttentionBackendV1, "get_impl_cls", ()),
+        *_misfit_method(VLLMKVCache, "forward", cache_args),
+        *_misfit_method(VLLMKVCache, "fetch_from_cache", ("cache", "blocks")),
         *_missing_parameters(set_fetch_by_id, ("kv_cache", "value")),
-        *_missing_parameters(get_config, ()),
-        *_missing_parameters(LoraMask.getLoraMask, ()),
-        *_missing_parameters(LoraMask.setLoraMask, ("mask",)),
-        *_missing_parameters(HPUModelRunner._form_prefill_batch, ("contents",)),
+        *_misfit_method(LoraMask, "getLoraMask", ()),
+        *_misfit_method(LoraMask, "setLoraMask", ("mask",)),
+        *_misfit_method(HPUModelRunner, "_form_prefill_batch", ("contents",)),
+        *_unknown_features(FEATURES),
         *_missing_fields(BatchContents, ("logits_positions",)),
         *_missing_fields(ForwardContext, ("attn_metadata",)),
         *_missing_fields(HPUAttentionMetadataV1, METADATA_FIELDS),
@@ -196,6 +197,21 @@ def _where(obj: Callable[..., Any]) -> str:
 def _missing_parameters(function: Callable[..., Any], names: tuple[str, ...]) -> list[str]:
     parameters = inspect.signature(function).parameters
     return [f"{_where(function)} has no parameter {name!r}" for name in names if name not in parameters]
+
+
+def _misfit_method(cls: type, method: str, names: tuple[str, ...]) -> list[str]:
+    function = getattr(cls, method, None)
+    return [f"{_where(cls)} has no method {method!r}"] if function is None else _missing_parameters(function, names)
+
+
+def _unknown_features(names: tuple[str, ...]) -> list[str]:
+    unknown = []
+    for name in names:
+        try:
+            getattr(get_config(), name)
+        except (AssertionError, AttributeError):
+            unknown.append(f"vllm-gaudi has no feature {name!r}")
+    return unknown
 
 
 def _missing_fields(cls: type, names: tuple[str, ...]) -> list[str]:

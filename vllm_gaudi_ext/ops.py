@@ -87,7 +87,7 @@ def single_query_attention(
 
     Args:
         query: [batch, num_heads, head_size].
-        key, value: [batch, width, num_kv_heads, head_size]; query head ``h`` reads KV head
+        key, value: [batch, width, num_kv_heads, head_size] float32; query head ``h`` reads KV head
             ``h // (num_heads // num_kv_heads)``.
         visible: [batch, width] bool, at least one True per sequence.
         scale: factor of the scores.
@@ -96,8 +96,8 @@ def single_query_attention(
         [batch, num_heads, head_size] in the dtype of ``query``.
     """
     grouped = query.float().unflatten(1, (key.size(2), -1))  # [batch, num_kv_heads, group, head_size]
-    scores = torch.matmul(grouped * scale, key.float().permute(0, 2, 3, 1))  # [batch, num_kv_heads, group, width]
+    scores = torch.matmul(grouped * scale, key.permute(0, 2, 3, 1))  # [batch, num_kv_heads, group, width]
     scores = scores.masked_fill(~visible[:, None, None, :], float("-inf"))
     weights = torch.softmax(scores, dim=-1)
-    output = torch.matmul(weights, value.float().transpose(1, 2))  # [batch, num_kv_heads, group, head_size]
+    output = torch.matmul(weights, value.transpose(1, 2))  # [batch, num_kv_heads, group, head_size]
     return output.flatten(1, 2).to(query.dtype)

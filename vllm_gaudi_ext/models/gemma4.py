@@ -42,7 +42,7 @@ from vllm_gaudi_ext.hpu import (
     run_decoder_layers,
 )
 from vllm_gaudi_ext.ops import last_token_rows
-from vllm_gaudi_ext.patches import mark_passes_read_at_several_rows
+from vllm_gaudi_ext.patches import MODELS, mark_passes_read_at_several_rows
 
 logger = init_logger(f"vllm.{__name__}")  # a child of the logger that vLLM configures
 
@@ -121,7 +121,7 @@ class FirstLayersInputs(_Region):
 
     model: Any
     num_layers: int  # layers that run on every token
-    takes_weight_rows: bool  # whether the weights are such that rows can be taken; if not, all layers' are computed
+    leaves_out_rest: bool  # whether the other layers' are not computed: not if no rows can be taken from the weights
 
     def forward(
         self,
@@ -139,7 +139,7 @@ class FirstLayersInputs(_Region):
             [tokens, num_layers or all layers, ple_dim]; None in a model without per-layer inputs.
         """
         model = self.model
-        if not self.takes_weight_rows or model.embed_tokens_per_layer is None:
+        if not self.leaves_out_rest or model.embed_tokens_per_layer is None:
             return _per_layer_inputs(model, inputs_embeds, input_ids, per_layer_embeds)
         ple_dim = model.hidden_size_per_layer_input
         if input_ids is not None:
@@ -292,7 +292,7 @@ def enable_fast_prefill(language_model: Gemma4ForCausalLM, vllm_config: VllmConf
     first_layers = FirstLayersInputs(
         model=model,
         num_layers=first,
-        takes_weight_rows=takes_rows and producer is not None and vllm_config.parallel_config.tensor_parallel_size == 1,
+        leaves_out_rest=takes_rows and producer is not None and vllm_config.parallel_config.tensor_parallel_size == 1,
     )
     last_tokens = LastTokenLayers(
         model=model,
@@ -349,6 +349,9 @@ class HpuGemma4FastPrefillForCausalLM(Gemma4ForCausalLM):
         if prefix:
             if vllm_config.cache_config.kv_sharing_fast_prefill:
                 _disable_upstream_fast_prefill(self.model)
+                if vllm_config.model_config.architecture not in MODELS:
+                    reason = f"{vllm_config.model_config.architecture} is not supported"
+                    logger.warning("Fast prefill is off, prompts take the normal path: %s.", reason)
         else:
             enable_fast_prefill(self, vllm_config)
         if type(self) is HpuGemma4FastPrefillForCausalLM:

@@ -23,6 +23,7 @@ def get_config(model_type: str | None = None, prefix_caching: bool = True) -> Si
             use_contiguous_pa=env_flag("VLLM_CONTIGUOUS_PA", not prefix_caching),
             use_bucketing=env_flag("VLLM_ENABLE_BUCKETING", True),
             bucketing_strategy=os.environ.get("VLLM_BUCKETING_STRATEGY", "exp"),
+            enable_fsdpa_slicing=False,
             prompt_attn_impl="fsdpa_impl" if fused else "naive_impl",
         )
     return _CONFIG
