@@ -40,16 +40,20 @@ def graphs() -> int:
 
 
 @contextmanager
-def graphs_by_bucket() -> Iterator[dict[str, int]]:
-    """Graphs that warm-up compiles for each bucket, in its order: (batch, tokens, context blocks) of a pass."""
+def graphs_by_bucket() -> Iterator[dict[str, tuple[int, int]]]:
+    """Graphs that warm-up compiles for each bucket, in its order, and the operators in them.
+
+    A bucket is (batch, tokens, context blocks) of a pass.
+    """
     from vllm_gaudi.v1.worker.hpu_model_runner import HPUModelRunner
 
     prepare, by_bucket = HPUModelRunner._prepare_dummy_scenario, {}
 
     def prepare_dummy_scenario(self: Any, prompt_cfg: Any, decode_cfg: Any) -> None:
-        before = graphs()
+        graphs_before, operators_before = graphs(), counters["stats"]["calls_captured"]
         prepare(self, prompt_cfg, decode_cfg)
-        by_bucket[f"prompt {prompt_cfg}" if prompt_cfg else f"decode {decode_cfg}"] = graphs() - before
+        compiled = graphs() - graphs_before, counters["stats"]["calls_captured"] - operators_before
+        by_bucket[f"prompt {prompt_cfg}" if prompt_cfg else f"decode {decode_cfg}"] = compiled
 
     HPUModelRunner._prepare_dummy_scenario = prepare_dummy_scenario
     try:

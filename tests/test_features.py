@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from vllm import SamplingParams, TokensPrompt
 
 from tests import engine
 from tests.schedules import prompt_of
@@ -24,11 +25,35 @@ def test_fp8_kv_cache(e2b):
             e2b, fast=fast, dtype="bfloat16", kv_cache_dtype="fp8_inc", prompt_batch_cap=4, enable_prefix_caching=False
         )
         with engine.count_rows(llm) as passes:
-            tokens[fast] = engine.generate(llm, [prompt_of(n) for n in LENGTHS], max_tokens=4, logprobs=1)
+            tokens[fast] = engine.generate(llm, [prompt_of(n) for n in LENGTHS], max_tokens=4)
         assert all(keys.dtype == torch.float8_e4m3fn for keys, _ in engine.kv_cache_of(llm))
         engine.close(llm)
     assert set(shared_rows(passes)) <= {1, 4}
     assert tokens[True] == tokens[False]
+
+
+def first_token_of_chunked_prompt(checkpoint, **settings):
+    """Its logprob, and the prompt passes' rows of the last layer."""
+    llm = engine.make_llm(checkpoint, dtype="bfloat16", max_num_batched_tokens=256, **settings)
+    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=1)
+    try:
+        with engine.count_rows(llm) as passes:
+            (output,) = llm.generate([TokensPrompt(prompt_token_ids=prompt_of(700))], params, use_tqdm=False)
+    finally:
+        engine.close(llm)
+    (logprobs,) = output.outputs[0].logprobs
+    return max((entry.logprob, token) for token, entry in logprobs.items()), shared_rows(passes)
+
+
+def test_fp8_kv_cache_with_context(e2b):
+    """The plugin itself cannot do that on a CPU: compared is a cache that is not quantized."""
+    with pytest.raises(RuntimeError, match="Promotion for Float8"):
+        first_token_of_chunked_prompt(e2b, fast=False, kv_cache_dtype="fp8_inc")
+    (logprob, token), rows = first_token_of_chunked_prompt(e2b, fast=True, kv_cache_dtype="fp8_inc")
+    (expected_logprob, expected_token), _ = first_token_of_chunked_prompt(e2b, fast=False)
+    assert token == expected_token
+    assert logprob == pytest.approx(expected_logprob, abs=0.15)
+    assert rows == [1, 1, 1]
 
 
 def with_image_embeddings(llm, positions):
