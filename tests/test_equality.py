@@ -26,8 +26,8 @@ def prompt_passes(passes):
     return [rows for rows in passes if rows[0] >= BLOCK]
 
 
-# Layers that run on every token: those with a KV cache of their own, but for the last of them where it is reduced.
-REDUCE = "VLLM_GAUDI_EXT_REDUCE_KV_PRODUCER"  # all cases may be run with this set to 0
+# Whether the last layer with a KV cache of its own is reduced. All cases may be run under either value.
+REDUCE = "VLLM_GAUDI_EXT_REDUCE_KV_PRODUCER"
 PLAIN, REDUCED = {REDUCE: "0"}, {REDUCE: "1"}
 
 CASES = {
