@@ -89,7 +89,6 @@ def serve(checkpoint: Path, folder: Path, name: str, *args: str) -> Iterator[Ser
     log, row_counts = folder / f"{name}.log", folder / f"{name}.rows"
     environment = {**os.environ, **hosts.environment(), "ROW_COUNT_FILE": str(row_counts)}
     environment["PYTHONPATH"] += os.pathsep + str(ROW_COUNTER)
-    environment["OMP_NUM_THREADS"] = "1"  # servers share the machine
     environment.pop("VLLM_PLUGINS", None)
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"]

@@ -20,7 +20,9 @@ from pathlib import Path
 _HERE = Path(__file__).resolve().parent
 
 # The plugin's own switches for running on a CPU, Gaudi's attention path (not the naive one), no warm-up, no network.
+# One thread: the matrices are small, and threads that wait for each other on a busy machine take many times as long.
 _ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
     "VLLM_USE_FAKE_HPU": "1",
     "VLLM_PROMPT_USE_FUSEDSDPA": "1",
     "VLLM_SKIP_WARMUP": "true",
