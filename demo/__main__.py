@@ -128,6 +128,7 @@ def main() -> int:
                 say(f"{server.name}: the server answers")
             equal, tokens_per_second = exchange(off, on)
         report(off, on, equal, tokens_per_second)
+        say("passed: same tokens, and the KV-shared layers saw one row per prompt")
     except (Failure, ServerError, OSError) as failure:  # OSError: a server that is gone
         for log in sorted(folder.glob("*.log")):
             print(f"--- {log}, its end:\n{last_lines(log)}", file=sys.stderr)
