@@ -172,7 +172,7 @@ def processes():
     """Started together, since most of what each does is import vLLM."""
     command = ("-m", "vllm_gaudi_ext", "check", "--json")
     return {
-        "alone": start(*command, VLLM_PLUGINS="hpu,gemma4_fast_prefill"),
+        "alone": start(*command, VLLM_PLUGINS="hpu,gemma4_fast_prefill", VLLM_LOGGING_LEVEL="INFO"),
         "no platform": start("-c", NO_PLATFORM, VLLM_PLUGINS="gemma4_fast_prefill"),
     }
 
