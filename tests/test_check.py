@@ -61,7 +61,7 @@ def test_another_platform(run, monkeypatch, device_name):
     assert (device_name or "none") in answer["reasons"][0]
 
 
-@pytest.mark.parametrize("distribution, version", [("vllm", "0.25.0"), ("vllm", "0.31.0"), ("vllm-gaudi", "0.28.0")])
+@pytest.mark.parametrize("distribution, version", [("vllm", "0.25.0"), ("vllm-gaudi", "0.25.1")])
 def test_version_that_is_not_supported(run, monkeypatch, distribution, version):
     original = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda n: version if n == distribution else original(n))
@@ -70,6 +70,34 @@ def test_version_that_is_not_supported(run, monkeypatch, distribution, version):
     (reason,) = answer["reasons"]
     assert f"{distribution} {version}" in reason
     assert "0.26" in reason  # the supported range
+
+
+def test_version_that_was_not_run(run, monkeypatch):
+    original = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda n: "0.99.0" if n == "vllm-gaudi" else original(n))
+    code, answer = run()
+    assert code == ACTIVE
+    assert any("not run with vllm-gaudi 0.99.0" in reason for reason in answer["reasons"])
+
+
+def test_transformers_that_vllm_cannot_load_gemma_4_with(run, monkeypatch):
+    original = importlib.metadata.version
+    versions = {"vllm": "0.26.0", "transformers": "5.15.0"}
+    monkeypatch.setattr(importlib.metadata, "version", lambda n: versions.get(n) or original(n))
+    code, answer = run()
+    assert code == INACTIVE
+    (reason,) = answer["reasons"]
+    assert "transformers 5.15.0" in reason
+    assert "pip install transformers==5.14.1" in reason
+
+
+def test_plugin_with_fast_prefill_of_its_own(run, monkeypatch):
+    from vllm_gaudi.models.gemma4 import HpuGemma4Model
+
+    monkeypatch.setattr(HpuGemma4Model, "fast_prefill_forward", lambda self: None, raising=False)
+    code, answer = run()
+    assert code == INACTIVE
+    assert "brings fast prefill itself" in answer["reasons"][0]
 
 
 def test_metadata_without_a_field_that_is_read(run, monkeypatch):
@@ -109,13 +137,13 @@ def test_method_that_is_gone(run, monkeypatch):
     code, answer = run()
     assert code == DRIFTED
     (reason,) = answer["reasons"]
-    assert "Gemma4Model has no method 'project_per_layer_inputs'" in reason
+    assert "Gemma4Model has no 'project_per_layer_inputs'" in reason
 
 
 def test_feature_that_is_gone(run, monkeypatch):
-    from vllm_gaudi_ext import hpu
+    from vllm_gaudi_ext import compat
 
-    monkeypatch.setattr(hpu, "FEATURES", (*hpu.FEATURES, "long_gone"))
+    monkeypatch.setattr(compat, "FEATURES", (*compat.FEATURES, "long_gone"))
     code, answer = run()
     assert code == DRIFTED
     assert answer["reasons"] == ["vllm-gaudi has no feature 'long_gone'"]
@@ -147,7 +175,6 @@ def test_class_that_no_longer_sets_an_attribute(run, monkeypatch):
 def test_name_that_is_gone(run, monkeypatch):
     import vllm_gaudi.models.gemma4
 
-    monkeypatch.delitem(sys.modules, "vllm_gaudi_ext.hpu", raising=False)
     monkeypatch.delattr(vllm_gaudi.models.gemma4, "_hpu_run_decoder_layers")
     code, answer = run()
     assert code == DRIFTED
@@ -157,7 +184,6 @@ def test_name_that_is_gone(run, monkeypatch):
 
 
 def test_module_that_is_gone(run, monkeypatch):
-    monkeypatch.delitem(sys.modules, "vllm_gaudi_ext.hpu", raising=False)
     monkeypatch.setitem(sys.modules, "vllm_gaudi.v1.attention.backends.hpu_attn", None)
     code, answer = run()
     assert code == DRIFTED

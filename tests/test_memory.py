@@ -31,7 +31,7 @@ def record_peaks(module, peaks):
 def peaks_of(checkpoint, *, fast):
     """For each prompt, the peak of each module that runs the KV-shared layers: one of all with the flag, else each."""
     llm = engine.make_llm(checkpoint, fast=fast, dtype="bfloat16", max_model_len=4224, max_num_batched_tokens=4224)
-    modules = [engine.text_model_of(llm).fast_prefill[1]] if fast else engine.layers_of(llm)[5:]
+    modules = [engine.text_model_of(llm).regions[1]] if fast else engine.layers_of(llm)[5:]
     peaks = [[] for _ in modules]
     found = {}
     for name, length in PROMPTS.items():

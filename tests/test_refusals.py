@@ -7,7 +7,6 @@ import importlib
 import importlib.metadata
 import json
 import logging
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -15,12 +14,14 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma4AssistantConfig, Gemma4TextConfig, LlamaConfig
 from vllm import EngineArgs, TokensPrompt
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+from vllm.model_executor.models.registry import ModelRegistry
 from vllm.plugins import load_general_plugins
 
 from tests import engine, hosts
 from tests.checkpoints import make_checkpoint
 from tests.observe import inspect_models_here, vllm_log
-from vllm_gaudi_ext.config import inert_reason, normal_path_reason
+from vllm_gaudi_ext import compat
+from vllm_gaudi_ext.config import Fast, Normal, decide, nothing_to_skip
 
 FLAG = "--kv-sharing-fast-prefill"
 PROMPTS = [[(7 * i + length) % 290 + 20 for i in range(length)] for length in (5, 200)]
@@ -60,10 +61,10 @@ def takes_normal_path(llm):
 
 
 REFUSED = {
-    "--kv-cache-dtype fp8": {"kv_cache_dtype": "fp8"},
-    "--kv-cache-dtype fp8_e4m3": {"kv_cache_dtype": "fp8_e4m3"},
-    "--kv-cache-dtype fp8_e5m2": {"kv_cache_dtype": "fp8_e5m2"},
-    "--pipeline-parallel-size 2": {"pipeline_parallel_size": 2},
+    "fp8": {"kv_cache_dtype": "fp8"},
+    "fp8_e4m3": {"kv_cache_dtype": "fp8_e4m3"},
+    "fp8_e5m2": {"kv_cache_dtype": "fp8_e5m2"},
+    "pipeline": {"pipeline_parallel_size": 2},
 }
 
 
@@ -72,7 +73,8 @@ def test_refused_at_start(setting, e2b, no_kv_sharing):
     with pytest.raises(ValueError) as refusal:
         engine_config(e2b, **REFUSED[setting])
     message = str(refusal.value)
-    assert setting in message
+    for option in REFUSED[setting]:
+        assert f"set --{option.replace('_', '-')} " in message
     assert f"or drop {FLAG}" in message
     # The same setting is none of this package's business without the flag, and where there is nothing to skip.
     engine_config(e2b, fast=False, **REFUSED[setting])
@@ -122,13 +124,13 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def test_reasons_to_be_inert():
-    assert inert_reason(text_config([SLIDING, FULL, SLIDING, FULL], 2)) is None
-    assert "no KV-shared layers" in inert_reason(text_config([SLIDING, FULL], 0))
-    assert "no KV-shared layers" in inert_reason(text_config([SLIDING, FULL], None))
-    assert "all layers" in inert_reason(text_config([SLIDING, FULL], 2))
-    assert FULL in inert_reason(text_config([SLIDING, SLIDING, SLIDING, FULL], 2))
-    assert SLIDING in inert_reason(text_config([FULL, FULL, SLIDING, FULL], 2))
-    assert "no KV-shared layers" in inert_reason(SimpleNamespace(num_hidden_layers=2, layer_types=[FULL, FULL]))
+    assert nothing_to_skip(text_config([SLIDING, FULL, SLIDING, FULL], 2)) is None
+    assert "no KV-shared layers" in nothing_to_skip(text_config([SLIDING, FULL], 0))
+    assert "no KV-shared layers" in nothing_to_skip(text_config([SLIDING, FULL], None))
+    assert "all layers" in nothing_to_skip(text_config([SLIDING, FULL], 2))
+    assert FULL in nothing_to_skip(text_config([SLIDING, SLIDING, SLIDING, FULL], 2))
+    assert SLIDING in nothing_to_skip(text_config([FULL, FULL, SLIDING, FULL], 2))
+    assert "no KV-shared layers" in nothing_to_skip(SimpleNamespace(num_hidden_layers=2, layer_types=[FULL, FULL]))
 
 
 def test_all_layers_shared_start_as_without_the_flag(e2b, tmp_path):
@@ -170,14 +172,14 @@ def removed(monkeypatch):
     from vllm_gaudi.v1.worker.hpu_model_runner import HPUModelRunner
 
     monkeypatch.delattr(HPUModelRunner, "_form_prefill_batch")
-    return ["vllm_gaudi.v1.worker.hpu_model_runner.HPUModelRunner", "no method '_form_prefill_batch'"]
+    return ["vllm_gaudi.v1.worker.hpu_model_runner.HPUModelRunner", "has no '_form_prefill_batch'"]
 
 
 def another_version(monkeypatch):
     original = importlib.metadata.version
-    versions = {"vllm-gaudi": "0.99.1"}
+    versions = {"vllm-gaudi": "0.25.1"}
     monkeypatch.setattr(importlib.metadata, "version", lambda name: versions.get(name) or original(name))
-    return ["vllm-gaudi 0.99.1", "0.26"]
+    return ["vllm-gaudi 0.25.1", "0.26"]
 
 
 @pytest.mark.parametrize("change", [renamed, removed, another_version])
@@ -190,25 +192,103 @@ def test_load_stops_where_the_plugin_is_not_what_is_supported(change, e2b, monke
     assert f"or drop {FLAG}" in message
 
 
-@pytest.mark.parametrize("distribution, version, inside", [
-    ("vllm", "0.25.1", False),
-    ("vllm", "0.26.0", True),
-    ("vllm", "0.30.2+cpu", True),
-    ("vllm", "0.31.0rc1", False),
-    ("vllm", "0.31.0", False),
-    ("vllm-gaudi", "0.25.9", False),
-    ("vllm-gaudi", "0.26.0+gaudi", True),
-    ("vllm-gaudi", "0.28.0", False),
-    ("vllm-gaudi", "0.0.0+checkout", True),
-    ("vllm-gaudi", "0.1.dev7+g123abc", True),
+@pytest.mark.parametrize("distribution, version, expected", [
+    ("vllm", "0.25.1", "too old"),
+    ("vllm", "0.26.0", "supported"),
+    ("vllm", "0.30.2+cpu", "supported"),
+    ("vllm", "0.31.0rc1", "not run"),
+    ("vllm", "0.33.0", "not run"),
+    ("vllm-gaudi", "0.25.9", "too old"),
+    ("vllm-gaudi", "0.26.0+gaudi", "supported"),
+    ("vllm-gaudi", "0.30.0", "supported"),
+    ("vllm-gaudi", "0.31.0", "not run"),
+    ("vllm-gaudi", "0.0.0+checkout", "supported"),
+    ("vllm-gaudi", "0.1.dev7+g123abc", "supported"),
 ])  # fmt: skip
-def test_supported_versions(distribution, version, inside, monkeypatch):
-    from vllm_gaudi_ext.config import out_of_range
-
+def test_supported_versions(distribution, version, expected, monkeypatch):
     versions = {"vllm": "0.26.0", "vllm-gaudi": "0.26.0", distribution: version}
     monkeypatch.setattr(importlib.metadata, "version", versions.__getitem__)
-    findings = out_of_range()
-    assert findings == [] if inside else len(findings) == 1 and f"{distribution} {version}" in findings[0]
+    found = {"too old": compat.too_old(), "not run": compat.not_run()}
+    assert {name for name, findings in found.items() if findings} == {expected} - {"supported"}
+    assert all(finding.startswith(f"{distribution} {version}") for findings in found.values() for finding in findings)
+
+
+@pytest.mark.parametrize("vllm, transformers, fits", [
+    ("0.26.0", "5.14.1", True),
+    ("0.26.0", "5.15.0", False),
+    ("0.27.1", "5.20.2", False),
+    ("0.30.0", "5.20.2", True),
+])  # fmt: skip
+def test_transformers_that_vllm_cannot_load_gemma_4_with(vllm, transformers, fits, monkeypatch):
+    versions = {"vllm": vllm, "vllm-gaudi": "0.26.0", "transformers": transformers}
+    monkeypatch.setattr(importlib.metadata, "version", versions.__getitem__)
+    misfit = compat.transformers_misfit()
+    assert misfit is None if fits else misfit.endswith("pip install transformers==5.14.1")
+
+
+def newer(monkeypatch):
+    original = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda n: "0.99.1" if n == "vllm-gaudi" else original(n))
+
+
+def test_newer_release_without_drift_works_with_one_warning(e2b, monkeypatch):
+    newer(monkeypatch)
+    with vllm_log() as log:
+        llm = engine.make_llm(e2b, fast=True)
+    try:
+        assert not takes_normal_path(llm)
+    finally:
+        engine.close(llm)
+    warnings = [message for level, message in said(log) if level == logging.WARNING]
+    assert len(warnings) == 1
+    assert "vllm-gaudi 0.99.1" in warnings[0]
+
+
+def test_newer_release_that_has_drifted_is_refused(e2b, monkeypatch):
+    newer(monkeypatch)
+    removed(monkeypatch)
+    with pytest.raises(ValueError, match=f"has no '_form_prefill_batch'.*or drop {FLAG}"):
+        engine.make_llm(e2b, fast=True)
+
+
+def test_steps_aside_for_a_plugin_with_fast_prefill_of_its_own(tmp_path, monkeypatch):
+    from vllm_gaudi.models.gemma4 import HpuGemma4Model, _hpu_run_decoder_layers
+
+    checkpoint = make_checkpoint(tmp_path)  # of its own: vLLM remembers which class loads a model
+    calls = []
+
+    def fast_prefill_forward(self, input_ids, positions, inputs_embeds=None, per_layer_inputs=None, **kwargs):
+        calls.append(len(input_ids))
+        embeds = self.embed_input_ids(input_ids)
+        per_layer_inputs = self.project_per_layer_inputs(embeds, self.get_per_layer_inputs(input_ids))
+        return _hpu_run_decoder_layers(self.layers, 0, positions, embeds, per_layer_inputs, **kwargs)
+
+    load_general_plugins()
+    patches = importlib.import_module("vllm_gaudi_ext.patches")
+    ours = dict(ModelRegistry.models)
+    monkeypatch.setattr(HpuGemma4Model, "fast_prefill_forward", fast_prefill_forward, raising=False)
+    for architecture in patches.MODELS:
+        monkeypatch.setitem(ModelRegistry.models, architecture, ours[architecture])
+    theirs = {
+        "Gemma4ForConditionalGeneration": "vllm_gaudi.models.gemma4:HpuGemma4ForConditionalGeneration",
+        "Gemma4ForCausalLM": "vllm.model_executor.models.gemma4:Gemma4ForCausalLM",
+    }
+    for architecture, model_class in theirs.items():
+        ModelRegistry.register_model(architecture, model_class)
+    patches.install()
+    assert {ModelRegistry.models[a].module_name for a in theirs} == {m.split(":")[0] for m in theirs.values()}
+    with vllm_log() as log:
+        llm = engine.make_llm(checkpoint, fast=True)
+    try:
+        assert engine.text_model_of(llm).fast_prefill_enabled
+        engine.generate(llm, PROMPTS, max_tokens=2)
+        assert takes_normal_path(llm)
+    finally:
+        engine.close(llm)
+    assert max(calls) >= 200
+    ((level, message),) = said(log)
+    assert level == logging.INFO
+    assert "left to vllm-gaudi" in message
 
 
 def test_inert_without_kv_sharing_and_plain_without_the_flag(no_kv_sharing, monkeypatch):
@@ -244,8 +324,6 @@ def test_what_does_not_fit_at_all(e2b, monkeypatch):
     patches = importlib.import_module("vllm_gaudi_ext.patches")
     for architecture in patches.MODELS:
         monkeypatch.setitem(MODELS_CONFIG_MAP, architecture, MODELS_CONFIG_MAP.get(architecture))
-    monkeypatch.setattr(patches.Gemma4FastPrefillConfig, "misfit", None)
-    monkeypatch.delitem(sys.modules, "vllm_gaudi_ext.hpu", raising=False)
     monkeypatch.delattr(vllm_gaudi.models.gemma4, "_hpu_run_decoder_layers")
     with vllm_log() as log:
         patches.install()
@@ -284,6 +362,13 @@ def test_merged_prefill_takes_the_normal_path(e2b):
     assert "normal path" in message
 
 
+FEATURES = SimpleNamespace(  # of the plugin, for Gemma 4, by default
+    flatten_input=True,
+    merged_prefill=False,
+    prompt_attn_impl="fsdpa_impl",
+    enable_fsdpa_slicing=False,
+    bucketing_strategy="exp",
+)
 NORMAL_PATH = {
     "QUANT_CONFIG": {},
     "pooling": {"runner": "pooling"},
@@ -295,9 +380,11 @@ NORMAL_PATH = {
 def test_reasons_for_the_normal_path(reason, e2b, monkeypatch):
     config = engine_config(e2b, **NORMAL_PATH[reason])
     if reason == "QUANT_CONFIG":
-        assert normal_path_reason(config) is None
+        assert isinstance(decide(config, FEATURES), Fast)
         monkeypatch.setenv("QUANT_CONFIG", "quantization.json")
-    assert reason in normal_path_reason(config)
+    verdict = decide(config, FEATURES)
+    assert isinstance(verdict, Normal)
+    assert reason in verdict.reason
 
 
 ATTENTION = {
@@ -321,7 +408,7 @@ def test_attention_that_does_not_see_what_the_mask_shows_takes_the_normal_path(k
 
 
 def test_no_reason_for_the_normal_path_by_default(e2b):
-    assert normal_path_reason(engine_config(e2b)) is None
+    assert isinstance(decide(engine_config(e2b), FEATURES), Fast)
 
 
 def assert_no_cuda_graph_buffers(llm):

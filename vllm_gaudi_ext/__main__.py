@@ -22,33 +22,36 @@ def check() -> tuple[int, list[str]]:
 
     if current_platform.device_name != "hpu":
         return INACTIVE, [f"vLLM runs on platform {current_platform.device_name or 'none'!r} here, not on hpu"]
-    try:
-        from vllm_gaudi_ext.config import environment_reason, out_of_range
-        from vllm_gaudi_ext.hpu import drift
+    from vllm_gaudi_ext import compat
 
-        findings = drift()
-    except ImportError as error:
-        if (error.name or "").split(".")[0] not in ("vllm", "vllm_gaudi"):
-            return INACTIVE, [f"vllm-gaudi cannot be imported: {error}"]
-        return DRIFTED, [str(error)]
-    if findings:
+    if compat.plugin_has_fast_prefill():
+        return INACTIVE, ["vllm-gaudi brings fast prefill itself, and vllm-gaudi-ext can be uninstalled"]
+    if findings := compat.drift():
         return DRIFTED, findings
-    findings = out_of_range()
-    if findings:
-        return INACTIVE, findings
+    from vllm_gaudi.extension.runtime import get_config
+
+    from vllm_gaudi_ext.config import Fast, Refused, decide
+
+    verdict = decide(features=get_config())
+    if isinstance(verdict, Refused):
+        return INACTIVE, [verdict.message]
+    if not isinstance(verdict, Fast):
+        return INACTIVE, [f"prompts take the normal path: {verdict.reason}"]
+    if misfit := compat.transformers_misfit():
+        return INACTIVE, [misfit]
     from vllm.model_executor.models.registry import ModelRegistry
     from vllm.plugins import load_general_plugins
 
     from vllm_gaudi_ext.patches import MODELS
 
-    reason = environment_reason()
-    if reason is not None:
-        return INACTIVE, [f"prompts take the normal path: {reason}"]
     load_general_plugins()
     registered = {name: ModelRegistry.models[name] for name in MODELS}
     if any(f"{m.module_name}:{m.class_name}" != MODELS[name] for name, m in registered.items()):
         return INACTIVE, [f"the plugin is not loaded: VLLM_PLUGINS={os.environ.get('VLLM_PLUGINS')!r} leaves it out"]
-    return ACTIVE, ["add --kv-sharing-fast-prefill to vllm serve"]
+    return ACTIVE, [
+        *(f"not run with {release}, in which all that is needed was found" for release in compat.not_run()),
+        "add --kv-sharing-fast-prefill to vllm serve",
+    ]
 
 
 def main() -> int:

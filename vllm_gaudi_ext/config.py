@@ -1,142 +1,169 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine's settings mean for fast prefill: nothing to skip, refused, or the normal path."""
+"""The verdict on an engine's settings: prompts are fast, take the normal path, have nothing to skip, or are refused."""
 
-import importlib.metadata
 import os
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from packaging.specifiers import SpecifierSet
-from packaging.version import InvalidVersion, Version
 from vllm import envs
 from vllm.config import VllmConfig
 
+from vllm_gaudi_ext import compat
+
 FLAG = "--kv-sharing-fast-prefill"
-SUPPORTED = {"vllm": ">=0.26,<0.31", "vllm-gaudi": ">=0.26,<0.28"}  # releases; the README says which were run
 
 
-def misfit_error(reason: str) -> ValueError:
-    """The refusal of the flag where this package does not fit what is installed, for the given reason."""
-    releases = " and ".join(f"{name} {supported}" for name, supported in SUPPORTED.items())
-    return ValueError(f"{FLAG} needs {releases}: {reason}. Install those versions, or drop {FLAG}.")
+@dataclass(frozen=True)
+class Fast:
+    """Prompts are fast."""
+
+    # Whether the last layer with a KV cache of its own, too, runs on last tokens, except for its K/V.
+    reduces_kv_producer: bool = True
+    # Whether K and V can be computed without Q, from a slice of the fused weight.
+    slices_qkv: bool = True
+    # Whether per-layer inputs can be computed for the layers that read them alone, from slices of the weights.
+    slices_per_layer_inputs: bool = True
 
 
-def out_of_range() -> list[str]:
-    """Which of vllm and vllm-gaudi is a release outside the range that this package supports.
+@dataclass(frozen=True)
+class Normal:
+    """All prompt passes take vllm-gaudi's own way, over every token in every layer."""
 
-    A build without a release version, such as a checkout, has nothing to compare and is judged by ``drift`` alone.
+    reason: str
+
+
+@dataclass(frozen=True)
+class Inert:
+    """There is nothing to skip, or nothing for this package to do."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The engine must not start with the flag."""
+
+    message: str
+
+
+Verdict = Fast | Normal | Inert | Refused
+
+
+class Setting(NamedTuple):
+    """A setting with which prompts cannot be fast."""
+
+    name: str  # as the README has it, and how to set it
+    applies: Callable[[Any], object]
+    reason: str
+    remedy: str | None = None  # with one the setting is refused, without prompts take the normal path
+
+    def verdict(self) -> Verdict:
+        if self.remedy is None:
+            return Normal(f"{self.reason} ({self.name})")
+        return Refused(f"{FLAG} {self.reason} ({self.name}): {self.remedy}, or drop {FLAG}.")
+
+
+def _is_other_fp8_cache(config: VllmConfig) -> bool:
+    return config.cache_config.cache_dtype.startswith("fp8") and config.cache_config.cache_dtype != "fp8_inc"
+
+
+def _is_full_warmup_with_prefix_caching(config: VllmConfig) -> bool:
+    full_warmup = os.environ.get("VLLM_FULL_WARMUP", "").strip().lower() in ("1", "true")
+    return full_warmup and config.cache_config.enable_prefix_caching
+
+
+# Read from the engine's configuration, which the process that accepts requests has, too.
+ENGINE_SETTINGS = (
+    Setting("--kv-cache-dtype", _is_other_fp8_cache, "supports no FP8 KV cache but fp8_inc",
+            "set --kv-cache-dtype fp8_inc or auto"),
+    Setting("VLLM_USE_RUST_FRONTEND", lambda config: getattr(envs, "VLLM_USE_RUST_FRONTEND", False),
+            "does not support the Rust frontend, which would accept prompt_logprobs", "unset VLLM_USE_RUST_FRONTEND"),
+    # A request that resumes from cached blocks after preemption takes the normal path, which full warm-up leaves out,
+    # and the plugin then stops at that pass.
+    Setting("VLLM_FULL_WARMUP", _is_full_warmup_with_prefix_caching,
+            "with prefix caching does not support full warm-up",
+            "unset VLLM_FULL_WARMUP, set --no-enable-prefix-caching"),
+    Setting("--pipeline-parallel-size", lambda config: config.parallel_config.pipeline_parallel_size > 1,
+            "does not support pipeline parallelism", "set --pipeline-parallel-size 1"),
+    Setting("--runner pooling", lambda config: config.model_config.pooler_config is not None,
+            "a pooling model reads every token"),
+    Setting("--kv-transfer-config", lambda config: config.kv_transfer_config is not None,
+            "KV connectors are not supported"),
+)
+# Read from the plugin's runtime configuration, which only the process of the worker has for its model.
+PLUGIN_FEATURES = (
+    Setting("VLLM_MERGED_PREFILL", lambda features: features.merged_prefill, "merged prefill is not supported"),
+    Setting("VLLM_PROMPT_USE_FLEX_ATTENTION", lambda features: features.prompt_attn_impl == "flex_impl",
+            "flex attention has no sliding window"),
+    # It applies the mask to some slices of the keys alone, so that what a row sees is not what the mask shows.
+    Setting("VLLM_HPU_FSDPA_SLICE_ENABLED with VLLM_BUCKETING_STRATEGY=pad",
+            lambda features: features.enable_fsdpa_slicing and features.bucketing_strategy == "pad",
+            "attention in slices is not supported"),
+    Setting("QUANT_CONFIG", lambda features: os.environ.get("QUANT_CONFIG"),
+            "quantization or calibration with INC is not supported"),
+)
+TEXT_ONLY_NEEDS = Setting("VLLM_FLATTEN_INPUT", lambda features: not features.flatten_input,
+                          "needs flattened prompts for a text-only Gemma 4", "set VLLM_FLATTEN_INPUT=1")
+
+
+def decide(vllm_config: VllmConfig | None = None, features: Any = None) -> Verdict:
+    """What becomes of prompts in an engine with the flag.
+
+    Args:
+        vllm_config: the engine's configuration; None if no engine is in question yet.
+        features: the plugin's runtime configuration, in a process that has it, where vllm-gaudi is checked for drift,
+            too; None in others, as that which accepts requests.
     """
-    findings = []
-    for distribution, specifier in SUPPORTED.items():
-        supported = SpecifierSet(specifier)
-        try:
-            version = Version(importlib.metadata.version(distribution))
-        except (importlib.metadata.PackageNotFoundError, InvalidVersion):
-            continue
-        # setuptools-scm calls a checkout without tags 0.1.dev1 or the like.
-        is_checkout = version.release < (0, 2)
-        if not is_checkout and not supported.contains(version.base_version):
-            findings.append(f"{distribution} {version} is outside the supported range {supported}")
-    return findings
+    if compat.plugin_has_fast_prefill():
+        return Inert("vllm-gaudi brings fast prefill itself, and vllm-gaudi-ext can be uninstalled")
+    findings = compat.too_old() or (compat.missing_imports() if features is None else compat.drift())
+    if findings:
+        return misfit(findings)
+    reason = vllm_config and nothing_to_skip(vllm_config.model_config.hf_text_config)
+    if reason:
+        return Inert(reason)
+    settings = [setting for setting in ENGINE_SETTINGS if vllm_config and setting.applies(vllm_config)]
+    if features is not None:
+        settings += [setting for setting in PLUGIN_FEATURES if setting.applies(features)]
+        if vllm_config and TEXT_ONLY_NEEDS.applies(features):
+            settings.append(TEXT_ONLY_NEEDS)
+    verdicts = [setting.verdict() for setting in settings]
+    refused = [verdict for verdict in verdicts if isinstance(verdict, Refused)]
+    return (refused or verdicts or [_fast(vllm_config)])[0]
 
 
-def inert_reason(text_config: Any) -> str | None:
+def misfit(findings: list[str]) -> Refused:
+    """The verdict where this package does not fit what is installed."""
+    releases = " and ".join(f"{name} {first} to {last}" for name, (first, last) in compat.SUPPORTED.items())
+    return Refused(f"{FLAG} needs {releases}: {'; '.join(findings)}. Install those versions, or drop {FLAG}.")
+
+
+def nothing_to_skip(text_config: Any) -> str | None:
     """Why there is nothing to skip in a model of this text config, or None if there is."""
     num_layers, num_shared = text_config.num_hidden_layers, getattr(text_config, "num_kv_shared_layers", 0) or 0
     if num_shared <= 0:
         return "the model has no KV-shared layers"
     if num_shared >= num_layers:
         return "all layers of the model are KV-shared"
-    first = num_layers - num_shared
-    own, shared = set(text_config.layer_types[:first]), set(text_config.layer_types[first:])
+    own, shared = (set(layer_types) for layer_types in (text_config.layer_types[:num_layers - num_shared],
+                                                        text_config.layer_types[num_layers - num_shared:]))
     if not shared <= own:
         return f"no earlier layer owns the KV cache of the KV-shared {', '.join(sorted(shared - own))} layers"
     return None
 
 
-def refuse_unsupported(vllm_config: VllmConfig) -> None:
-    """Refuse the settings of the engine that fast prefill would turn into wrong results.
-
-    Raises:
-        ValueError: naming the setting to change.
-    """
-    cache_dtype = vllm_config.cache_config.cache_dtype
-    if cache_dtype.startswith("fp8") and cache_dtype != "fp8_inc":
-        raise ValueError(
-            f"{FLAG} supports no FP8 KV cache but fp8_inc, not --kv-cache-dtype {cache_dtype}: "
-            f"set --kv-cache-dtype fp8_inc or auto, or drop {FLAG}."
-        )
-    if getattr(envs, "VLLM_USE_RUST_FRONTEND", False):
-        raise ValueError(
-            f"{FLAG} does not support the Rust frontend, which would accept prompt_logprobs: "
-            f"unset VLLM_USE_RUST_FRONTEND, or drop {FLAG}."
-        )
-    full_warmup = os.environ.get("VLLM_FULL_WARMUP", "").strip().lower() in ("1", "true")
-    if full_warmup and vllm_config.cache_config.enable_prefix_caching:
-        raise ValueError(
-            f"{FLAG} with prefix caching does not support VLLM_FULL_WARMUP: a request that resumes from cached blocks "
-            f"after preemption takes the normal path, which is not warmed up. Unset VLLM_FULL_WARMUP, set "
-            f"--no-enable-prefix-caching, or drop {FLAG}."
-        )
-    pipeline_parallel_size = vllm_config.parallel_config.pipeline_parallel_size
-    if pipeline_parallel_size > 1:
-        raise ValueError(
-            f"{FLAG} does not support pipeline parallelism (--pipeline-parallel-size {pipeline_parallel_size}): "
-            f"set --pipeline-parallel-size 1, or drop {FLAG}."
-        )
-
-
-def check_at_load() -> None:
-    """Check, in the process that loads the model, what only that process can know.
-
-    Raises:
-        ValueError: if vllm or vllm-gaudi is not what this package supports, or if the plugin does not flatten the
-            prompt tokens.
-    """
-    from vllm_gaudi_ext.hpu import drift, get_config
-
-    findings = out_of_range() or drift()
-    if findings:
-        raise misfit_error("; ".join(findings))
-    if not get_config().flatten_input:
-        raise ValueError(f"{FLAG} needs flattened prompts for a text-only Gemma 4: set VLLM_FLATTEN_INPUT=1.")
-
-
-def environment_reason() -> str | None:
-    """Why all prompt passes take the normal path under this process' environment, or None if they may be fast."""
-    from vllm_gaudi_ext.hpu import get_config
-
-    features = get_config()
-    if features.merged_prefill:
-        return "merged prefill (VLLM_MERGED_PREFILL) is not supported"
-    if features.prompt_attn_impl == "flex_impl":
-        return "flex attention (VLLM_PROMPT_USE_FLEX_ATTENTION) has no sliding window"
-    if features.enable_fsdpa_slicing and features.bucketing_strategy == "pad":
-        # It applies the mask to some slices of the keys alone, so that what a row sees is not what the mask shows.
-        return "attention in slices (VLLM_HPU_FSDPA_SLICE_ENABLED, with VLLM_BUCKETING_STRATEGY=pad) is not supported"
-    if os.environ.get("QUANT_CONFIG"):
-        return "quantization or calibration with INC (QUANT_CONFIG) is not supported"
-    return None
-
-
-def normal_path_reason(vllm_config: VllmConfig) -> str | None:
-    """Why all prompt passes take the normal path under these settings, or None if they may be fast."""
-    if vllm_config.model_config.pooler_config is not None:
-        return "a pooling model reads every token"
-    if vllm_config.kv_transfer_config is not None:
-        return "KV connectors (--kv-transfer-config) are not supported"
-    return environment_reason()
-
-
-def reduces_kv_producer(vllm_config: VllmConfig) -> bool:
-    """Whether the last layer with a KV cache of its own, too, runs on last tokens, except for its K/V.
-
-    Not with an FP8 KV cache: in a prompt pass that layer attends to its K/V as they were before they were quantized.
-    """
-    if os.environ.get("VLLM_GAUDI_EXT_REDUCE_KV_PRODUCER", "1").lower() in ("0", "false"):
-        return False
-    return vllm_config.cache_config.cache_dtype in ("auto", "bfloat16", "float16")
-
-
-def takes_weight_rows(vllm_config: VllmConfig) -> bool:
-    """Whether the output rows of a linear layer can be had alone: not if it is quantized or carries adapters."""
-    return vllm_config.quant_config is None and vllm_config.lora_config is None
+def _fast(vllm_config: VllmConfig | None) -> Fast:
+    if vllm_config is None:
+        return Fast()
+    # With an FP8 KV cache the layer attends, in a prompt pass, to its K/V as they were before they were quantized.
+    reduces_kv_producer = (os.environ.get("VLLM_GAUDI_EXT_REDUCE_KV_PRODUCER", "1").lower() not in ("0", "false")
+                           and vllm_config.cache_config.cache_dtype in ("auto", "bfloat16", "float16"))
+    # The rows of the weight of a linear layer are its outputs, unless it is quantized or carries adapters.
+    has_plain_weights = vllm_config.quant_config is None and vllm_config.lora_config is None
+    return Fast(
+        reduces_kv_producer=reduces_kv_producer,
+        slices_qkv=has_plain_weights,
+        slices_per_layer_inputs=(has_plain_weights and reduces_kv_producer
+                                 and vllm_config.parallel_config.tensor_parallel_size == 1),
+    )

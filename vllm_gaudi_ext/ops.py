@@ -26,9 +26,8 @@ def last_token_rows(query_lens: torch.Tensor, padded_len: int) -> torch.Tensor:
     return torch.arange(lens.size(0), dtype=torch.int64, device=lens.device) * padded_len + lens - 1
 
 
-def visible_slots(
-    slot_mapping: torch.Tensor, query_lens: torch.Tensor, sliding_window: int | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def visible_slots(slot_mapping: torch.Tensor, query_lens: torch.Tensor,
+                  sliding_window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
     """KV cache slots of this pass that each sequence's last token attends to.
 
     The last token, at position ``p = query_lens[i] - 1`` of its row, sees position ``j`` if ``j <= p`` and, on a
@@ -55,9 +54,8 @@ def visible_slots(
     return slots, visible
 
 
-def context_slots(
-    block_list: torch.Tensor, block_size: int, attn_bias: torch.Tensor, query_lens: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def context_slots(block_list: torch.Tensor, block_size: int, attn_bias: torch.Tensor,
+                  query_lens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """KV cache slots of the cached context in front of this pass, and which of them each last token attends to.
 
     What is visible is read from the mask that the pass itself uses, not computed again: on sliding layers that mask
@@ -77,12 +75,11 @@ def context_slots(
     blocks = block_list.to(torch.int64).clamp(min=0).view(batch, -1, 1)
     slots = (blocks * block_size + torch.arange(block_size, device=blocks.device)).flatten(1)
     last = (query_lens.to(torch.int64).clamp(min=1) - 1).view(batch, 1, 1).expand(batch, 1, frame_len)
-    return slots, attn_bias[:, 0].gather(1, last)[:, 0, : slots.size(1)] == 0
+    return slots, attn_bias[:, 0].gather(1, last)[:, 0, :slots.size(1)] == 0
 
 
-def single_query_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor, scale: float
-) -> torch.Tensor:
+def single_query_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor,
+                           scale: float) -> torch.Tensor:
     """Grouped-query attention of one query per sequence, in float32 from the scores to the weighted sum.
 
     Args:

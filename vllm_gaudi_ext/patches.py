@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this package changes in vllm and vllm-gaudi: all of it, when, and why.
+"""Every hook of this package into vllm and vllm-gaudi, each with its reason, in the order in which they are set.
 
-When it is registered: the registry entries of the Gemma 4 models, and that they outlive a later registration by the
-plugin. With the flag on, in the process that accepts requests: what is refused. With the flag on, in the process that
-loads the model: how many rows the runner reads. (The model itself is set up in ``vllm_gaudi_ext.models.gemma4``.)
+When the package is registered: the registry entries of the Gemma 4 models. With the flag on, in the process that
+accepts requests: what is refused. With the flag on, in the process that loads the model: the classes of the model and
+of its attention, and how many rows the runner reads. Of no use once the code is part of vllm-gaudi.
 """
 
 import functools
@@ -18,7 +18,8 @@ from vllm.model_executor.models.registry import ModelRegistry
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
 
-from vllm_gaudi_ext.config import FLAG, inert_reason, misfit_error, refuse_unsupported
+from vllm_gaudi_ext import compat
+from vllm_gaudi_ext.config import FLAG, Refused, decide
 
 logger = init_logger(f"vllm.{__name__}")  # a child of the logger that vLLM configures
 
@@ -29,14 +30,19 @@ MODELS = {
 
 
 def install() -> None:
-    """Register the models and the check of the engine's settings. Calling it again changes nothing."""
+    """Register the models and the check of the engine's settings. Calling it again changes nothing.
+
+    Where vllm-gaudi brings fast prefill itself, or has changed so that our models cannot be imported, its own models
+    stay registered.
+    """
     for architecture in MODELS:
         MODELS_CONFIG_MAP[architecture] = Gemma4FastPrefillConfig
-    try:
-        import vllm_gaudi_ext.hpu  # noqa: F401
-    except ImportError as error:
-        Gemma4FastPrefillConfig.misfit = str(error)
-        logger.warning_once("vllm-gaudi-ext does not fit what is installed, so %s is refused: %s", FLAG, str(error))
+    if compat.plugin_has_fast_prefill():
+        return
+    findings = compat.missing_imports()
+    if findings:
+        reason = "; ".join(findings)
+        logger.warning_once("vllm-gaudi-ext does not fit what is installed, so %s is refused: %s", FLAG, reason)
         return
     _register_models()
     _register_models_after_plugin()
@@ -48,17 +54,19 @@ class Gemma4FastPrefillConfig(Gemma4Config):
     It is the first place at which the flag is known: in the process that accepts requests, before any weight is loaded.
     """
 
-    misfit: str | None = None
-
     @classmethod
     def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
         super().verify_and_update_config(vllm_config)
         if not _has_flag(vllm_config):
             return
-        if cls.misfit is not None:
-            raise misfit_error(cls.misfit)
-        if inert_reason(vllm_config.model_config.hf_text_config) is None:
-            refuse_unsupported(vllm_config)
+        verdict = decide(vllm_config)
+        if isinstance(verdict, Refused):
+            raise ValueError(verdict.message)
+        if compat.plugin_has_fast_prefill():
+            logger.info_once("Fast prefill is left to vllm-gaudi, which brings its own.")
+            return
+        for release in compat.not_run():
+            logger.warning_once("vllm-gaudi-ext was not run with %s, in which all that it needs was found.", release)
         _refuse_prompt_logprobs()
 
 
@@ -106,23 +114,57 @@ def _refuse_prompt_logprobs() -> None:
         if _has_flag(self.vllm_config) and isinstance(params, SamplingParams) and params.prompt_logprobs is not None:
             raise PromptLogprobsError(
                 f"prompt_logprobs (and echo with logprobs) reads every prompt token, which {FLAG} skips: "
-                f"leave it out of the request, or start the server without {FLAG}."
-            )
+                f"leave it out of the request, or start the server without {FLAG}.")
         validate_params(self, params, *args, **kwargs)
 
     InputProcessor._validate_params = _validate_params
+
+
+def disable_upstream_fast_prefill(model: Any) -> None:
+    """Send ``Gemma4Model.forward`` down its normal path, and free what its own fast prefill holds for CUDA graphs.
+
+    Upstream's path asserts GPU attention metadata. Its buffers have ``max_num_batched_tokens`` rows of hidden states
+    and of every layer's per-layer input.
+    """
+    model.fast_prefill_enabled = False
+    for buffer in ("positions", "hidden_states", "per_layer_inputs"):
+        if hasattr(model, buffer):
+            delattr(model, buffer)
+
+
+def swap_model_class(language_model: Any, model_class: type) -> None:
+    """Give ``language_model.model``, which vLLM has built, a class derived from the plugin's."""
+    from vllm_gaudi.models.gemma4 import HpuGemma4Model, _apply_hpu_gemma4_patches
+
+    if not isinstance(language_model.model, HpuGemma4Model):  # text-only, which the plugin leaves as vLLM has it
+        _apply_hpu_gemma4_patches(language_model)
+    language_model.model.__class__ = model_class
+
+
+def swap_attention_backend(attention: Any, backend: Any) -> None:
+    """Give a layer's attention another backend: vLLM selects one for the whole model when it builds the layers."""
+    attention.attn_backend = backend
+    attention.impl.__class__ = backend.get_impl_cls()
+
+
+def restore_class(model: Any, registered_class: type) -> None:
+    """Have a model be of the class that it would be of without this package, with and without the flag.
+
+    vLLM's classes derived from the registered one (for pooling) stay as they are.
+    """
+    if type(model) is registered_class:
+        model.__class__ = registered_class.__mro__[1]
 
 
 @functools.cache
 def mark_passes_read_at_several_rows() -> None:
     """Have the runner mark the prompt passes of which it reads more than the last row of a sequence.
 
-    It does so for tokens that are computed again past the end of a prompt. Without the mark such a pass would return
-    unfinished hidden states in all rows but the last.
+    It does so for tokens that are computed again past the end of a prompt.
     """
     from vllm_gaudi.v1.worker.hpu_model_runner import HPUModelRunner
 
-    from vllm_gaudi_ext.hpu import READ_AT_SEVERAL_ROWS
+    from vllm_gaudi_ext.prompt_pass import mark_read_at_several_rows
 
     form_prefill_batch = HPUModelRunner._form_prefill_batch
 
@@ -131,7 +173,7 @@ def mark_passes_read_at_several_rows() -> None:
         batch = form_prefill_batch(self, contents)
         if _has_flag(self.vllm_config) and any(len(positions) > 1 for positions in contents.logits_positions):
             for attn_metadata in batch.attn_metadata:
-                setattr(attn_metadata, READ_AT_SEVERAL_ROWS, True)
+                mark_read_at_several_rows(attn_metadata)
         return batch
 
     HPUModelRunner._form_prefill_batch = _form_prefill_batch

@@ -4,9 +4,12 @@
 from typing import Any, NamedTuple
 
 import torch
+from vllm_gaudi.attention.backends.hpu_attn import HPUAttentionImpl
+from vllm_gaudi.attention.backends.hpu_attn import _set_fetch_by_id as set_fetch_by_id
+from vllm_gaudi.v1.attention.backends.hpu_attn import HPUAttentionBackendV1
 
-from vllm_gaudi_ext.hpu import HPUAttentionBackendV1, HPUAttentionImpl, PromptPass, fetch_slots
 from vllm_gaudi_ext.ops import context_slots, single_query_attention, visible_slots
+from vllm_gaudi_ext.prompt_pass import PromptPass
 
 
 class SharedKV(NamedTuple):
@@ -21,9 +24,10 @@ class SharedKV(NamedTuple):
 
 
 class LastTokenMetadata(NamedTuple):
-    """Attention metadata of a reduced prompt pass: the K/V in each KV cache that is read, by its layer's name."""
+    """Attention metadata of a reduced prompt pass, in which each sequence is its last token."""
 
-    shared_kv: dict[str, SharedKV]
+    shared_kv: dict[str, SharedKV]  # the K/V in each KV cache that is read, by its layer's name
+    is_prompt: bool = True  # as in the plugin's metadata, since layers other than attention may ask
 
 
 class HpuSharedKVAttentionImpl(HPUAttentionImpl):
@@ -37,13 +41,14 @@ class HpuSharedKVAttentionImpl(HPUAttentionImpl):
             prompt: the pass.
         """
         slots, visible = visible_slots(prompt.slot_mapping, prompt.query_lens, self.sliding_window)
-        context = prompt.sliding_context if self.sliding_window else prompt.full_context
-        if context is not None:
-            past = context_slots(context.block_list, prompt.block_size, context.attn_bias, prompt.query_lens)
-            slots, visible = torch.cat((past[0], slots), dim=1), torch.cat((past[1], visible), dim=1)
+        cached = prompt.sliding_context if self.sliding_window else prompt.full_context
+        if cached is not None:
+            past_slots, past_visible = context_slots(cached.block_list, prompt.block_size, cached.attn_bias,
+                                                     prompt.query_lens)
+            slots, visible = torch.cat((past_slots, slots), dim=1), torch.cat((past_visible, visible), dim=1)
         shape = (*slots.shape, self.num_kv_heads, self.head_size)
-        key = fetch_slots(self.k_cache, kv_cache[0], slots.flatten()).float().view(shape)
-        value = fetch_slots(self.v_cache, kv_cache[1], slots.flatten()).float().view(shape)
+        key = _fetch_slots(self.k_cache, kv_cache[0], slots.flatten()).float().view(shape)
+        value = _fetch_slots(self.v_cache, kv_cache[1], slots.flatten()).float().view(shape)
         return SharedKV(key, value, visible)
 
     def write_kv(self, key: torch.Tensor, value: torch.Tensor, kv_cache: tuple[Any, ...], prompt: PromptPass) -> None:
@@ -92,3 +97,18 @@ class HpuSharedKVAttentionBackend(HPUAttentionBackendV1):
     @staticmethod
     def get_impl_cls() -> type[HpuSharedKVAttentionImpl]:
         return HpuSharedKVAttentionImpl
+
+
+def _fetch_slots(cache_module: Any, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Read KV cache slots the way the plugin does, which dequantizes an FP8 cache.
+
+    Args:
+        cache_module: the ``k_cache`` or ``v_cache`` of an attention layer.
+        cache: [num_slots, num_kv_heads, head_size].
+        slots: [n] int64.
+
+    Returns:
+        [n, num_kv_heads, head_size] in the model's dtype.
+    """
+    set_fetch_by_id(cache_module, True)  # contiguous paged attention would read the first n slots instead
+    return cache_module.fetch_from_cache(cache, slots)

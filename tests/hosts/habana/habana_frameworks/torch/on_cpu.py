@@ -55,7 +55,6 @@ def _on_cpu(value: Any) -> Any:
 
 
 def _with_cpu_device(function: Callable) -> Callable:
-
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         kwargs.pop("pin_memory", None)  # needs an accelerator
@@ -69,7 +68,6 @@ def _wrapped(index: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _with_wrapped_index(function: Callable) -> Callable:
-
     @functools.wraps(function)
     def call(input: torch.Tensor, dim: int, index: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return function(input, dim, _wrapped(index, input.size(dim)), *args, **kwargs)
@@ -91,7 +89,6 @@ def _index_copy_of_bytes(function: Callable) -> Callable:
 
 
 def _embedding(function: Callable) -> Callable:
-
     @functools.wraps(function)
     def embedding(input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return function(_wrapped(input, weight.size(0)), weight, *args, **kwargs)
@@ -100,7 +97,6 @@ def _embedding(function: Callable) -> Callable:
 
 
 def _one_hot(function: Callable) -> Callable:
-
     @functools.wraps(function)
     def one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
         if num_classes < 0:
