@@ -8,11 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import MultiModalConfig, VllmConfig, set_current_vllm_config
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.model_loader import get_model
-from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
@@ -33,6 +32,13 @@ def trim_attn_metadata(metadata: HPUAttentionMetadataV1) -> Any:
     if name not in _TYPE_CACHE:
         _TYPE_CACHE[name] = namedtuple(name, [field.name for field in dataclasses.fields(metadata)])
     return _TYPE_CACHE[name](**vars(metadata))
+
+
+def takes_multimodal_input(config: MultiModalConfig | None) -> bool:
+    """By Gemma 4's modalities, since where vLLM itself answers this differs between its releases."""
+    if config is None:
+        return False
+    return config.enable_mm_embeds or any(config.get_limit_per_prompt(m) for m in ("image", "audio", "video"))
 
 
 class HpuModelAdapter(torch.nn.Module):
@@ -77,7 +83,7 @@ class HPUModelRunner:
         self.model_config = vllm_config.model_config
         clear_config()
         get_config(self.model_config.hf_config.model_type, vllm_config.cache_config.enable_prefix_caching)
-        self.supports_mm_inputs = MULTIMODAL_REGISTRY.supports_multimodal_inputs(self.model_config)
+        self.supports_mm_inputs = takes_multimodal_input(self.model_config.multimodal_config)
         self.use_async_scheduling = bool(vllm_config.scheduler_config.async_scheduling)
         self.builder = PassBuilder(vllm_config)
         self.sampler = Sampler(logprobs_mode=self.model_config.logprobs_mode)
