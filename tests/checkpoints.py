@@ -60,13 +60,15 @@ def make_checkpoint(
     seed: int = 0,
     divisor: int = 16,
     dtype: torch.dtype = torch.bfloat16,
+    unused_shared_projections: bool = True,
     **overrides: Any,
 ) -> Path:
     """Write a checkpoint and return its directory.
 
     The defaults keep two groups of layers, the second one KV-shared. `divisor` divides the published widths;
     `overrides` are fields of the text config and win over everything else. Text weights depend on the seed and their
-    own names only: both architectures get the same ones.
+    own names only: both architectures get the same ones. `unused_shared_projections` are `k_proj`, `v_proj` and
+    `k_norm` of the KV-shared layers, which published checkpoints have and nothing reads.
     """
     path = Path(path)
     period = PERIOD[shape]
@@ -104,7 +106,8 @@ def make_checkpoint(
         bos_token_id=2, eos_token_id=[1, 6], pad_token_id=0, do_sample=True, temperature=1.0, top_k=64, top_p=0.95
     )
     model.save_pretrained(path)
-    _add_unused_shared_projections(path / "model.safetensors", text_config, seed)
+    if unused_shared_projections:
+        _add_unused_shared_projections(path / "model.safetensors", text_config, seed)
     _write_tokenizer(path)
     if architecture == "Gemma4ForConditionalGeneration":
         _write_processor(path)
