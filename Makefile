@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# make venv | test | demo, on any Linux machine with Python 3.10 to 3.12, on a CPU.
+# make venv | unit | test | demo, on any Linux machine with Python 3.10 to 3.12, on a CPU.
 #
 #   VLLM_GAUDI_ROOT=<checkout or site-packages>  run on the real vllm-gaudi found there instead of the stand-in
 #   VLLM_VERSION=<version>                       the vLLM to build, if not the default below
@@ -9,7 +9,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := test
-.PHONY: venv test demo
+.PHONY: venv unit test demo
 
 PYTHON ?= python3
 VLLM_VERSION ?= $(if $(VLLM_GAUDI_ROOT),0.26.0,0.30.0)
@@ -51,6 +51,9 @@ $(INSTALLED): Makefile pyproject.toml
 	@echo "[3/3] $(VENV): vLLM's requirements, the tools and this package"
 	@$(INSTALL) --no-build-isolation vllm==$(VLLM_VERSION) $(TORCH) $(PINS) $(PLUGIN) $(TOOLS) -e . 2>&1 | $(BRIEF)
 	@touch $@
+
+unit: venv
+	$(BIN)/python -m pytest tests/unit
 
 test: venv
 	$(BIN)/ruff check .

@@ -12,7 +12,6 @@ processes on the machine disturb less than wall time.
 import argparse
 import importlib.metadata
 import logging
-import random
 import statistics
 import tempfile
 import time
@@ -25,10 +24,12 @@ import torch
 from transformers import Gemma4Config
 from vllm import LLM
 
-from tests import engine, hosts
-from tests.checkpoints import FIRST_TEXT_TOKEN, VOCAB_SIZE, make_checkpoint
+from tests import hosts
+from tests.harness import engine
+from tests.harness.checkpoints import make_checkpoint
+from tests.harness.record import count_rows
+from tests.harness.workload import BLOCK, prompt_of
 
-BLOCK = 128
 LAYERS = {"E2B": (35, 20), "E4B": (42, 18)}  # all, KV-shared
 VARIANTS = {
     "off": {"fast": False},
@@ -93,7 +94,7 @@ def record_passes(llm: LLM) -> Iterator[list[Pass]]:
             passes.append(Pass(positions.numel(), int(positions[0, 0]), rows[-1], seconds))
         return result
 
-    with engine.count_rows(llm) as rows:
+    with count_rows(llm) as rows:
         adapter.forward = timed_forward
         try:
             yield passes
@@ -108,8 +109,7 @@ class Case:
 
     def run(self, llms: dict[str, LLM], seed: int) -> dict[str, list[Pass]]:
         """The passes of one prompt on each engine."""
-        choose = random.Random(f"{self.length} {seed}")  # no prompt starts like another
-        prompt, other = ([choose.randrange(FIRST_TEXT_TOKEN, VOCAB_SIZE) for _ in range(self.length)] for _ in range(2))
+        prompt, other = (prompt_of(self.length, 2 * seed + i) for i in range(2))  # no prompt starts like another
         passes = {}
         for name, llm in llms.items():
             if self.cached:

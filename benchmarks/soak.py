@@ -20,9 +20,9 @@ from typing import Any
 import psutil
 from vllm import LLM
 
-from tests import engine
-from tests.checkpoints import make_checkpoint
-from tests.schedules import FULL_BEFORE, Request, play, prompt_of, tokens_of
+from tests.harness import engine
+from tests.harness.checkpoints import make_checkpoint
+from tests.harness.workload import FULL_BEFORE, Request, play, prompt_of, tokens_of
 
 SETTINGS = {"prompt_batch_cap": 4, "max_num_seqs": 8, "num_gpu_blocks_override": 14, "max_num_batched_tokens": 384}
 

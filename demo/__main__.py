@@ -5,7 +5,6 @@ Exit code 0 if all greedy tokens are equal and the KV-shared layers ran on one r
 """
 
 import importlib.metadata
-import random
 import shutil
 import signal
 import sys
@@ -15,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests import hosts
-from tests.server import FLAG, Server, ServerError, serve
+from tests.harness.server import FLAG, Server, ServerError, serve
 
 NUM_LAYERS, NUM_SHARED = 35, 20  # as in E2B
 FIRST_SHARED = NUM_LAYERS - NUM_SHARED
@@ -37,16 +36,11 @@ def say(message: str, started: float = time.monotonic()) -> None:
     print(f"[{time.monotonic() - started:5.1f} s] {message}", flush=True)
 
 
-def prompts_of(lengths: list[int], seed: int) -> list[list[int]]:
-    from tests.checkpoints import FIRST_TEXT_TOKEN, VOCAB_SIZE
-
-    choose = random.Random(seed)
-    return [[choose.randrange(FIRST_TEXT_TOKEN, VOCAB_SIZE) for _ in range(length)] for length in lengths]
-
-
 def exchange(off: Server, on: Server) -> tuple[int, dict[str, float]]:
     """Send the requests to both servers: how many got equal tokens, and the prompt tokens/s of each server."""
-    prompts = prompts_of(LENGTHS, seed=0)
+    from tests.harness.workload import prompt_of, prompts_of
+
+    prompts = prompts_of(LENGTHS)
     with ThreadPoolExecutor(2 * len(prompts)) as pool:
         sent = [[pool.submit(server.complete, prompt, MAX_TOKENS) for prompt in prompts] for server in (off, on)]
         tokens_off, tokens_on = ([request.result() for request in requests] for requests in sent)
@@ -54,7 +48,7 @@ def exchange(off: Server, on: Server) -> tuple[int, dict[str, float]]:
     say(f"{len(prompts)} requests of 1 to {LENGTHS[-1]:,} tokens, {MAX_TOKENS} tokens out, all at once to both servers")
 
     seconds = {off.name: 0.0, on.name: 0.0}
-    for prompt in prompts_of(TIMED_LENGTHS, seed=1):
+    for prompt in (prompt_of(length, seed=1 + i) for i, length in enumerate(TIMED_LENGTHS)):
         for server in (off, on):
             start = time.perf_counter()
             server.complete(prompt, 1)
@@ -105,7 +99,7 @@ def main() -> int:
     try:
         from transformers.utils.logging import disable_progress_bar
 
-        from tests.checkpoints import make_checkpoint
+        from tests.harness.checkpoints import make_checkpoint
 
         disable_progress_bar()
 

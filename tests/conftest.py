@@ -14,7 +14,7 @@ sys.path[:0] = [path for path in os.environ["PYTHONPATH"].split(os.pathsep) if p
 @pytest.fixture(scope="session")
 def e2b(tmp_path_factory):
     """A small E2B-shaped checkpoint of the multimodal architecture, sliding window 128."""
-    from tests.checkpoints import make_checkpoint
+    from tests.harness.checkpoints import make_checkpoint
 
     return make_checkpoint(tmp_path_factory.mktemp("e2b"))
 

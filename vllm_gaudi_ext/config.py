@@ -4,12 +4,12 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
-
-from vllm import envs
-from vllm.config import VllmConfig
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_gaudi_ext import compat
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 FLAG = "--kv-sharing-fast-prefill"
 
@@ -64,11 +64,17 @@ class Setting(NamedTuple):
         return Refused(f"{FLAG} {self.reason} ({self.name}): {self.remedy}, or drop {FLAG}.")
 
 
-def _is_other_fp8_cache(config: VllmConfig) -> bool:
+def _is_other_fp8_cache(config: "VllmConfig") -> bool:
     return config.cache_config.cache_dtype.startswith("fp8") and config.cache_config.cache_dtype != "fp8_inc"
 
 
-def _is_full_warmup_with_prefix_caching(config: VllmConfig) -> bool:
+def _has_rust_frontend(config: "VllmConfig") -> bool:
+    from vllm import envs
+
+    return getattr(envs, "VLLM_USE_RUST_FRONTEND", False)
+
+
+def _is_full_warmup_with_prefix_caching(config: "VllmConfig") -> bool:
     full_warmup = os.environ.get("VLLM_FULL_WARMUP", "").strip().lower() in ("1", "true")
     return full_warmup and config.cache_config.enable_prefix_caching
 
@@ -77,7 +83,7 @@ def _is_full_warmup_with_prefix_caching(config: VllmConfig) -> bool:
 ENGINE_SETTINGS = (
     Setting("--kv-cache-dtype", _is_other_fp8_cache, "supports no FP8 KV cache but fp8_inc",
             "set --kv-cache-dtype fp8_inc or auto"),
-    Setting("VLLM_USE_RUST_FRONTEND", lambda config: getattr(envs, "VLLM_USE_RUST_FRONTEND", False),
+    Setting("VLLM_USE_RUST_FRONTEND", _has_rust_frontend,
             "does not support the Rust frontend, which would accept prompt_logprobs", "unset VLLM_USE_RUST_FRONTEND"),
     # A request that resumes from cached blocks after preemption takes the normal path, which full warm-up leaves out,
     # and the plugin then stops at that pass.
@@ -107,7 +113,7 @@ TEXT_ONLY_NEEDS = Setting("VLLM_FLATTEN_INPUT", lambda features: not features.fl
                           "needs flattened prompts for a text-only Gemma 4", "set VLLM_FLATTEN_INPUT=1")
 
 
-def decide(vllm_config: VllmConfig | None = None, features: Any = None) -> Verdict:
+def decide(vllm_config: "VllmConfig | None" = None, features: Any = None) -> Verdict:
     """What becomes of prompts in an engine with the flag.
 
     Args:
@@ -153,7 +159,7 @@ def nothing_to_skip(text_config: Any) -> str | None:
     return None
 
 
-def _fast(vllm_config: VllmConfig | None) -> Fast:
+def _fast(vllm_config: "VllmConfig | None") -> Fast:
     if vllm_config is None:
         return Fast()
     # With an FP8 KV cache the layer attends, in a prompt pass, to its K/V as they were before they were quantized.

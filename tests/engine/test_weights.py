@@ -10,9 +10,10 @@ from safetensors.torch import load_file
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader import get_model_loader
 
-from tests import engine
-from tests.checkpoints import make_checkpoint
-from tests.schedules import FULL_BEFORE, Request, assert_equal, play, prompt_of, run_off_and_on, tokens_of
+from tests.harness import engine
+from tests.harness.checkpoints import make_checkpoint
+from tests.harness.compare import assert_equal, run_off_and_on
+from tests.harness.workload import FULL_BEFORE, Request, play, prompt_of, tokens_of
 
 FILE = "model.safetensors"
 REQUESTS = [Request(prompt_of(length)) for length in (5, 130, 300)]

@@ -2,23 +2,18 @@
 """Greedy tokens equal those without the flag and transformers' first token; KV-shared layers saw one row a prompt."""
 
 import os
-import random
 
 import pytest
 import torch
 from vllm.forward_context import get_forward_context
 
-from tests import engine
-from tests.checkpoints import FIRST_TEXT_TOKEN, VOCAB_SIZE, make_checkpoint
-from tests.reference import reference_first_tokens
+from tests.harness import engine
+from tests.harness.checkpoints import make_checkpoint
+from tests.harness.compare import reference_first_tokens
+from tests.harness.record import count_rows
+from tests.harness.workload import BLOCK, prompts_of
 
-BLOCK = 128
 LENGTHS = [1, 2, 127, 128, 129, 130, 255, 256, 257, 300, 700, 991]
-
-
-def prompts_of(lengths, seed=0):
-    choose = random.Random(seed)
-    return [[choose.randrange(FIRST_TEXT_TOKEN, VOCAB_SIZE) for _ in range(length)] for length in lengths]
 
 
 def prompt_passes(passes):
@@ -51,7 +46,7 @@ def test_on_equals_off_and_reference(case, tmp_path):
     tokens, passes = {}, {}
     for fast in (False, True):
         llm = engine.make_llm(checkpoint, fast=fast, prompt_batch_cap=cap, env=env)
-        with engine.count_rows(llm) as passes[fast]:
+        with count_rows(llm) as passes[fast]:
             tokens[fast] = engine.generate(llm, prompts, max_tokens=32)
         own_kv = [not layer.self_attn.is_kv_shared_layer for layer in engine.layers_of(llm)]
         engine.close(llm)
@@ -117,7 +112,7 @@ def test_padding_rows_are_finite(fast_llm):
 
     hook = engine.model_of(fast_llm).register_forward_hook(record)
     try:
-        with engine.count_rows(fast_llm) as passes:
+        with count_rows(fast_llm) as passes:
             engine.generate(fast_llm, prompts_of([5, 40, 200]))
     finally:
         hook.remove()
@@ -153,7 +148,7 @@ def test_four_layers_of_which_two_shared(env, rows, tmp_path):
     types = ["sliding_attention", "full_attention"] * 2
     checkpoint = make_checkpoint(tmp_path, num_layers=4, num_kv_shared_layers=2, layer_types=types)
     llm = engine.make_llm(checkpoint, fast=True, env=env)
-    with engine.count_rows(llm) as passes:
+    with count_rows(llm) as passes:
         engine.generate(llm, prompts_of([5]), max_tokens=2)
     engine.close(llm)
     assert passes == [rows, [1, 1, 1, 1]]

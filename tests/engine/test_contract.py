@@ -10,9 +10,9 @@ import pytest
 import torch
 from vllm.forward_context import get_forward_context
 
-from tests import engine
-from tests.checkpoints import make_checkpoint
-from tests.schedules import BLOCK, FULL_BEFORE, SLIDING, SLIDING_BEFORE, Request, play, prompt_of
+from tests.harness import engine
+from tests.harness.checkpoints import make_checkpoint
+from tests.harness.workload import BLOCK, FULL_BEFORE, SLIDING, SLIDING_BEFORE, Request, play, prompt_of
 
 WINDOW = 128
 HIDDEN = -1e4  # less than this hides a token; the package asks for exactly 0 where one is visible

@@ -4,18 +4,10 @@
 import pytest
 from vllm_gaudi.extension.runtime import get_config
 
-from tests import engine
-from tests.checkpoints import make_checkpoint
-from tests.schedules import (
-    SLIDING_BEFORE,
-    Request,
-    assert_equal,
-    play,
-    play_raising_half_way,
-    prompt_of,
-    run_off_and_on,
-    tokens_of,
-)
+from tests.harness import engine
+from tests.harness.checkpoints import make_checkpoint
+from tests.harness.compare import assert_equal, run_off_and_on
+from tests.harness.workload import SLIDING_BEFORE, Request, play, play_raising_half_way, prompt_of, tokens_of
 
 # Environment, and what it makes of the adapter around the model and of the plugin's features.
 PLUGIN_ONLY = {

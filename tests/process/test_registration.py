@@ -21,13 +21,14 @@ from vllm.model_executor.models.registry import ModelRegistry
 from vllm.plugins import load_general_plugins
 
 import vllm_gaudi_ext
-from tests import engine
-from tests.observe import inspect_models_here, outcome, start, vllm_log
+from tests.harness import engine
+from tests.harness.process import inspect_models_here, outcome, start, vllm_log
+from tests.harness.workload import prompts_of
 
 OURS = "gemma4_fast_prefill"
 PACKAGE = str(Path(vllm_gaudi_ext.__file__).parent)
 PLUGIN_MODEL = ("vllm_gaudi.models.gemma4", "HpuGemma4ForConditionalGeneration")
-PROMPTS = [[(7 * i + length) % 290 + 20 for i in range(length)] for length in (5, 128, 300)]
+PROMPTS = prompts_of([5, 128, 300])
 
 
 def general_plugins():
@@ -141,7 +142,7 @@ def without_and_with(e2b, tmp_path_factory):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-gaudi-ext\nVersion: 0\n")
     (info / "entry_points.txt").write_text(f"[{entry_point.group}]\n{entry_point.name} = {entry_point.value}\n")
     others = [entry for entry in general_plugins() if entry != OURS]
-    code = f"import json; from tests.test_registration import report; print(json.dumps(report({str(e2b)!r})))"
+    code = f"import json; from tests.process.test_registration import report; print(json.dumps(report({str(e2b)!r})))"
     processes = [
         start("-c", code, VLLM_PLUGINS=",".join(["hpu", *others])),
         start("-c", code, VLLM_PLUGINS=None, PYTHONPATH=os.pathsep.join([str(first), os.environ["PYTHONPATH"]])),

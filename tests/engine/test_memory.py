@@ -3,8 +3,8 @@
 
 from torch.profiler import ProfilerActivity, profile
 
-from tests import engine
-from tests.schedules import BLOCK, prompt_of
+from tests.harness import engine
+from tests.harness.workload import BLOCK, prompt_of
 
 HEAD_SIZE = 32  # of full attention in the checkpoint, with one KV head
 PROMPTS = {"without context": 1024, "mostly cached": 3968 + BLOCK}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The real plugin in its compile mode on a CPU, as a process of its own: what it compiles and what a pass launches.
 
-    python -m tests.hosts python -m tests.compile_mode graphs|launches CHECKPOINT PROMPT_BATCH_CAP
+    python -m tests.hosts python -m tests.harness.compile_mode graphs|launches CHECKPOINT PROMPT_BATCH_CAP
 
 Prints one JSON object per variant: the flag off; on with the plain technique; on with the last KV producer reduced.
 """
@@ -24,7 +24,7 @@ from torch._dynamo.utils import counters  # noqa: E402
 from vllm import LLM  # noqa: E402
 
 from tests import engine  # noqa: E402
-from tests.checkpoints import FIRST_TEXT_TOKEN, VOCAB_SIZE  # noqa: E402
+from tests.harness.workload import prompt_of  # noqa: E402
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "off": {"fast": False},
@@ -62,19 +62,16 @@ def graphs_by_bucket() -> Iterator[dict[str, tuple[int, int]]]:
         HPUModelRunner._prepare_dummy_scenario = prepare
 
 
-def prompt_of(choose: random.Random, length: int) -> list[int]:
-    return [choose.randrange(FIRST_TEXT_TOKEN, VOCAB_SIZE) for _ in range(length)]
-
-
 def measure_graphs(llm: LLM, cap: int) -> dict[str, Any]:
     """50 steps of prompts of random lengths, every third with a cached prefix: the graphs that each one compiled."""
     buckets = engine.runner_of(llm).bucketing_manager.prompt_buckets
     at_warm_up, compiled, tokens = graphs(), [], []
     choose = random.Random(0)
-    prefix = prompt_of(choose, 256)
+    prefix = prompt_of(256)
     for step in range(50):
         before = graphs()
-        prompts = [prompt_of(choose, choose.randrange(1, MAX_MODEL_LEN - 4)) for _ in range(choose.randint(1, cap))]
+        lengths = [choose.randrange(1, MAX_MODEL_LEN - 4) for _ in range(choose.randint(1, cap))]
+        prompts = [prompt_of(length, seed=1 + cap * step + i) for i, length in enumerate(lengths)]
         if step % 3 == 2:
             prompts[0] = (prefix + prompts[0])[: MAX_MODEL_LEN - 4]
         tokens += engine.generate(llm, prompts, max_tokens=3)
@@ -84,7 +81,6 @@ def measure_graphs(llm: LLM, cap: int) -> dict[str, Any]:
 
 def measure_launches(llm: LLM, cap: int) -> dict[str, Any]:
     """Compiled regions entered and eager operators dispatched in one prompt pass and in one decode pass."""
-    choose = random.Random(0)
     adapter = engine.runner_of(llm).model
     forward, launches = adapter.forward, []
 
@@ -97,7 +93,7 @@ def measure_launches(llm: LLM, cap: int) -> dict[str, Any]:
     for step in range(3):
         if step == 2:  # all is compiled
             adapter.forward = profiled_forward
-        engine.generate(llm, [prompt_of(choose, 200) for _ in range(cap)], max_tokens=2)
+        engine.generate(llm, [prompt_of(200, seed=cap * step + i) for i in range(cap)], max_tokens=2)
     adapter.forward = forward
     return dict(zip(("prompt", "decode"), launches, strict=True))
 

@@ -17,14 +17,16 @@ from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.plugins import load_general_plugins
 
-from tests import engine, hosts
-from tests.checkpoints import make_checkpoint
-from tests.observe import inspect_models_here, vllm_log
-from vllm_gaudi_ext import compat
-from vllm_gaudi_ext.config import Fast, Normal, decide, nothing_to_skip
+from tests import hosts
+from tests.harness import engine
+from tests.harness.checkpoints import make_checkpoint
+from tests.harness.process import inspect_models_here, vllm_log
+from tests.harness.record import count_rows
+from tests.harness.workload import prompts_of
+from vllm_gaudi_ext.config import Fast, Normal, decide
 
 FLAG = "--kv-sharing-fast-prefill"
-PROMPTS = [[(7 * i + length) % 290 + 20 for i in range(length)] for length in (5, 200)]
+PROMPTS = prompts_of([5, 200])
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +53,7 @@ def takes_normal_path(llm):
     modules = [engine.text_model_of(llm), *(layer.self_attn.attn.impl for layer in engine.layers_of(llm))]
     modules += [layer.self_attn.attn.attn_backend for layer in engine.layers_of(llm)]
     classes = [module if isinstance(module, type) else type(module) for module in modules]
-    with engine.count_rows(llm) as passes:
+    with count_rows(llm) as passes:
         engine.generate(llm, PROMPTS, max_tokens=2)
     rows = all(len(set(rows)) == 1 for rows in passes)
     return rows and not any(cls.__module__.startswith("vllm_gaudi_ext") for cls in classes)
@@ -114,23 +116,7 @@ def no_kv_sharing(tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("no_kv_sharing"), num_kv_shared_layers=0, num_layers=5)
 
 
-def text_config(layer_types, num_kv_shared_layers):
-    return SimpleNamespace(
-        num_hidden_layers=len(layer_types), num_kv_shared_layers=num_kv_shared_layers, layer_types=layer_types
-    )
-
-
 SLIDING, FULL = "sliding_attention", "full_attention"
-
-
-def test_reasons_to_be_inert():
-    assert nothing_to_skip(text_config([SLIDING, FULL, SLIDING, FULL], 2)) is None
-    assert "no KV-shared layers" in nothing_to_skip(text_config([SLIDING, FULL], 0))
-    assert "no KV-shared layers" in nothing_to_skip(text_config([SLIDING, FULL], None))
-    assert "all layers" in nothing_to_skip(text_config([SLIDING, FULL], 2))
-    assert FULL in nothing_to_skip(text_config([SLIDING, SLIDING, SLIDING, FULL], 2))
-    assert SLIDING in nothing_to_skip(text_config([FULL, FULL, SLIDING, FULL], 2))
-    assert "no KV-shared layers" in nothing_to_skip(SimpleNamespace(num_hidden_layers=2, layer_types=[FULL, FULL]))
 
 
 def test_all_layers_shared_start_as_without_the_flag(e2b, tmp_path):
@@ -190,40 +176,6 @@ def test_load_stops_where_the_plugin_is_not_what_is_supported(change, e2b, monke
     message = str(refusal.value)
     assert all(part in message for part in expected)
     assert f"or drop {FLAG}" in message
-
-
-@pytest.mark.parametrize("distribution, version, expected", [
-    ("vllm", "0.25.1", "too old"),
-    ("vllm", "0.26.0", "supported"),
-    ("vllm", "0.30.2+cpu", "supported"),
-    ("vllm", "0.31.0rc1", "not run"),
-    ("vllm", "0.33.0", "not run"),
-    ("vllm-gaudi", "0.25.9", "too old"),
-    ("vllm-gaudi", "0.26.0+gaudi", "supported"),
-    ("vllm-gaudi", "0.30.0", "supported"),
-    ("vllm-gaudi", "0.31.0", "not run"),
-    ("vllm-gaudi", "0.0.0+checkout", "supported"),
-    ("vllm-gaudi", "0.1.dev7+g123abc", "supported"),
-])  # fmt: skip
-def test_supported_versions(distribution, version, expected, monkeypatch):
-    versions = {"vllm": "0.26.0", "vllm-gaudi": "0.26.0", distribution: version}
-    monkeypatch.setattr(importlib.metadata, "version", versions.__getitem__)
-    found = {"too old": compat.too_old(), "not run": compat.not_run()}
-    assert {name for name, findings in found.items() if findings} == {expected} - {"supported"}
-    assert all(finding.startswith(f"{distribution} {version}") for findings in found.values() for finding in findings)
-
-
-@pytest.mark.parametrize("vllm, transformers, fits", [
-    ("0.26.0", "5.14.1", True),
-    ("0.26.0", "5.15.0", False),
-    ("0.27.1", "5.20.2", False),
-    ("0.30.0", "5.20.2", True),
-])  # fmt: skip
-def test_transformers_that_vllm_cannot_load_gemma_4_with(vllm, transformers, fits, monkeypatch):
-    versions = {"vllm": vllm, "vllm-gaudi": "0.26.0", "transformers": transformers}
-    monkeypatch.setattr(importlib.metadata, "version", versions.__getitem__)
-    misfit = compat.transformers_misfit()
-    assert misfit is None if fits else misfit.endswith("pip install transformers==5.14.1")
 
 
 def newer(monkeypatch):
@@ -441,12 +393,12 @@ def test_buffers_for_cuda_graphs_are_freed_and_hidden_states_can_be_captured(e2b
     try:
         assert_no_cuda_graph_buffers(llm)
         expected = engine.generate(llm, PROMPTS)
-        with engine.count_rows(llm) as reduced:
+        with count_rows(llm) as reduced:
             engine.generate(llm, PROMPTS, max_tokens=1)
         assert len(set(reduced[0])) > 1
         model.forward, model.aux_hidden_state_layers = capture, (2,)
         llm.reset_prefix_cache()
-        with engine.count_rows(llm) as whole:
+        with count_rows(llm) as whole:
             assert engine.generate(llm, PROMPTS) == expected
         assert all(len(set(rows)) == 1 for rows in whole)
         assert bool(captured) == (hosts.name() == "plugin")  # the stand-in has no hidden states to capture

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import vllm.platforms
 
-from tests.observe import outcome, start
+from tests.harness.process import outcome, start
 from vllm_gaudi_ext.__main__ import main
 
 ACTIVE, INACTIVE, DRIFTED = 0, 1, 2

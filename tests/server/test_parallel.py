@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.schedules import prompt_of
-from tests.server import FLAG, serve
+from tests.harness.server import FLAG, serve
+from tests.harness.workload import prompt_of
 
 pytestmark = pytest.mark.plugin_only
 

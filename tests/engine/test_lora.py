@@ -3,17 +3,9 @@
 
 import pytest
 
-from tests.checkpoints import make_adapter, make_checkpoint
-from tests.schedules import (
-    FULL_BEFORE,
-    Request,
-    assert_equal,
-    play,
-    play_raising_half_way,
-    prompt_of,
-    run_off_and_on,
-    tokens_of,
-)
+from tests.harness.checkpoints import make_adapter, make_checkpoint
+from tests.harness.compare import assert_equal, run_off_and_on
+from tests.harness.workload import FULL_BEFORE, Request, play, play_raising_half_way, prompt_of, tokens_of
 
 pytestmark = pytest.mark.plugin_only
 

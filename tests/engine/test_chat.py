@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversations over one system prompt, as a server sees them: cached prefixes, chunks, asynchronous scheduling."""
 
-from tests.checkpoints import make_checkpoint
-from tests.schedules import BLOCK, FULL_BEFORE, Request, assert_equal, play, prompt_of, run_off_and_on, tokens_of
+from tests.harness.checkpoints import make_checkpoint
+from tests.harness.compare import assert_equal, run_off_and_on
+from tests.harness.workload import BLOCK, FULL_BEFORE, Request, play, prompt_of, tokens_of
 
 CONVERSATIONS, TURNS, SYSTEM_PROMPT, BUDGET = 8, 6, 300, 192
 

@@ -3,8 +3,9 @@
 
 import pytest
 
-from tests.checkpoints import make_adapter, make_checkpoint
-from tests.schedules import SLIDING_BEFORE, Request, assert_equal, play, prompt_of, run_off_and_on, tokens_of
+from tests.harness.checkpoints import make_adapter, make_checkpoint
+from tests.harness.compare import assert_equal, run_off_and_on
+from tests.harness.workload import SLIDING_BEFORE, Request, play, prompt_of, tokens_of
 
 pytestmark = pytest.mark.plugin_only
 

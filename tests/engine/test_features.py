@@ -5,8 +5,9 @@ import pytest
 import torch
 from vllm import SamplingParams, TokensPrompt
 
-from tests import engine
-from tests.schedules import prompt_of
+from tests.harness import engine
+from tests.harness.record import count_rows
+from tests.harness.workload import prompt_of
 
 pytestmark = pytest.mark.plugin_only
 
@@ -24,7 +25,7 @@ def test_fp8_kv_cache(e2b):
         llm = engine.make_llm(
             e2b, fast=fast, dtype="bfloat16", kv_cache_dtype="fp8_inc", prompt_batch_cap=4, enable_prefix_caching=False
         )
-        with engine.count_rows(llm) as passes:
+        with count_rows(llm) as passes:
             tokens[fast] = engine.generate(llm, [prompt_of(n) for n in LENGTHS], max_tokens=4)
         assert all(keys.dtype == torch.float8_e4m3fn for keys, _ in engine.kv_cache_of(llm))
         engine.close(llm)
@@ -37,7 +38,7 @@ def first_token_of_chunked_prompt(checkpoint, **settings):
     llm = engine.make_llm(checkpoint, dtype="bfloat16", max_num_batched_tokens=256, **settings)
     params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=1)
     try:
-        with engine.count_rows(llm) as passes:
+        with count_rows(llm) as passes:
             (output,) = llm.generate([TokensPrompt(prompt_token_ids=prompt_of(700))], params, use_tqdm=False)
     finally:
         engine.close(llm)
@@ -80,7 +81,7 @@ def embeddings_run(checkpoint, *, fast, image, cap=1):
     if image:
         with_image_embeddings(llm, list(range(2, 5)))
     try:
-        with engine.count_rows(llm) as passes:
+        with count_rows(llm) as passes:
             return engine.generate(llm, [prompt_of(n) for n in LENGTHS], max_tokens=4), passes
     finally:
         engine.close(llm)
@@ -113,7 +114,7 @@ def test_ngram_drafting(e2b):
     tokens = {}
     for fast in (False, True):
         llm = engine.make_llm(e2b, fast=fast, speculative_config=drafter)
-        with engine.count_rows(llm) as passes:
+        with count_rows(llm) as passes:
             tokens[fast] = [engine.generate(llm, [prompt], max_tokens=24)[0] for prompt in prompts]
         engine.close(llm)
     assert tokens[True] == tokens[False]

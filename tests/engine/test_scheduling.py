@@ -7,17 +7,9 @@ import pytest
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests import hosts
-from tests.checkpoints import make_checkpoint
-from tests.schedules import (
-    FULL_BEFORE,
-    Request,
-    assert_equal,
-    assert_reduced,
-    play,
-    prompt_of,
-    run_off_and_on,
-    tokens_of,
-)
+from tests.harness.checkpoints import make_checkpoint
+from tests.harness.compare import assert_equal, assert_reduced, run_off_and_on
+from tests.harness.workload import FULL_BEFORE, Request, play, prompt_of, tokens_of
 
 CHUNK = 256
 REGEX = "[a-f]{3}-[0-9]{2}"

@@ -7,14 +7,14 @@ import sys
 
 import pytest
 
-from tests.checkpoints import make_checkpoint
-from tests.schedules import FULL_BEFORE
+from tests.harness.checkpoints import make_checkpoint
+from tests.harness.workload import FULL_BEFORE
 
 pytestmark = pytest.mark.plugin_only
 
 
 def run(what, checkpoint, cap):
-    command = [sys.executable, "-m", "tests.compile_mode", what, str(checkpoint), str(cap)]
+    command = [sys.executable, "-m", "tests.harness.compile_mode", what, str(checkpoint), str(cap)]
     process = subprocess.run(command, capture_output=True, text=True, timeout=1800)
     assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]
     results = [json.loads(line) for line in process.stdout.splitlines() if line.startswith('{"variant"')]

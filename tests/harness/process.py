@@ -34,7 +34,7 @@ def start(*arguments: str, **env: str | None) -> subprocess.Popen[str]:
     variables = {**os.environ, **env}
     return subprocess.Popen(
         [sys.executable, *arguments],
-        cwd=Path(__file__).parents[1],
+        cwd=Path(__file__).parents[2],
         env={name: value for name, value in variables.items() if value is not None},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

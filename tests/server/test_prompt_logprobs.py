@@ -8,9 +8,9 @@ from vllm import EngineArgs, SamplingParams
 from vllm.plugins import load_general_plugins
 from vllm.v1.engine.input_processor import InputProcessor
 
-from tests import engine
-from tests.observe import inspect_models_here
-from tests.server import FLAG, serve
+from tests.harness import engine
+from tests.harness.process import inspect_models_here
+from tests.harness.server import FLAG, serve
 
 PROMPT = [20, 21, 22, 23, 24]
 MESSAGES = [{"role": "user", "content": "hello"}]

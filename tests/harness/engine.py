@@ -3,8 +3,6 @@
 
 import gc
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -103,24 +101,3 @@ def kv_cache_of(llm: LLM) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Keys and values of each decoder layer, [slots, kv_heads, head_size]; KV-shared layers name their target's."""
     caches = [layer.self_attn.attn.kv_cache for layer in layers_of(llm)]
     return [(cache[0], cache[1]) for cache in caches]
-
-
-@contextmanager
-def count_rows(llm: LLM) -> Iterator[list[list[int]]]:
-    """Records, for each forward pass, how many rows the MLP of each decoder layer saw: passes[n][layer]."""
-    passes: list[list[int]] = []
-
-    def record(index: int, rows: torch.Tensor) -> None:
-        if index == 0:
-            passes.append([])
-        passes[-1].append(rows.numel() // rows.shape[-1])
-
-    handles = [
-        layer.mlp.register_forward_pre_hook(lambda _, args, index=index: record(index, args[0]))
-        for index, layer in enumerate(layers_of(llm))
-    ]
-    try:
-        yield passes
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -6,19 +6,11 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from tests import engine, hosts
-from tests.checkpoints import make_checkpoint
-from tests.schedules import (
-    BLOCK,
-    FULL_BEFORE,
-    SLIDING_BEFORE,
-    Request,
-    assert_equal,
-    play,
-    prompt_of,
-    run_off_and_on,
-    tokens_of,
-)
+from tests import hosts
+from tests.harness import engine
+from tests.harness.checkpoints import make_checkpoint
+from tests.harness.compare import assert_equal, run_off_and_on
+from tests.harness.workload import BLOCK, FULL_BEFORE, SLIDING_BEFORE, Request, play, prompt_of, tokens_of
 
 ASYNC, SYNC = "window 128, chunks of 256, async", "window 256, chunks of 200, sync"
 CONTIGUOUS, TEXT_ONLY = "contiguous paged attention, no prefix caching", "text-only"

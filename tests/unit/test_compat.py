@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which releases fit, and that the check for drift knows of everything that the package imports."""
+
+import ast
+import importlib.metadata
+from pathlib import Path
+
+import pytest
+
+import vllm_gaudi_ext
+from vllm_gaudi_ext import compat
+
+
+@pytest.mark.parametrize("distribution, version, expected", [
+    ("vllm", "0.25.1", "too old"),
+    ("vllm", "0.26.0", "supported"),
+    ("vllm", "0.30.2+cpu", "supported"),
+    ("vllm", "0.31.0rc1", "not run"),
+    ("vllm", "0.33.0", "not run"),
+    ("vllm-gaudi", "0.25.9", "too old"),
+    ("vllm-gaudi", "0.26.0+gaudi", "supported"),
+    ("vllm-gaudi", "0.30.0", "supported"),
+    ("vllm-gaudi", "0.31.0", "not run"),
+    ("vllm-gaudi", "0.0.0+checkout", "supported"),
+    ("vllm-gaudi", "0.1.dev7+g123abc", "supported"),
+])  # fmt: skip
+def test_supported_versions(distribution, version, expected, monkeypatch):
+    versions = {"vllm": "0.26.0", "vllm-gaudi": "0.26.0", distribution: version}
+    monkeypatch.setattr(importlib.metadata, "version", versions.__getitem__)
+    found = {"too old": compat.too_old(), "not run": compat.not_run()}
+    assert {name for name, findings in found.items() if findings} == {expected} - {"supported"}
+    assert all(finding.startswith(f"{distribution} {version}") for findings in found.values() for finding in findings)
+
+
+@pytest.mark.parametrize("vllm, transformers, fits", [
+    ("0.26.0", "5.14.1", True),
+    ("0.26.0", "5.15.0", False),
+    ("0.27.1", "5.20.2", False),
+    ("0.30.0", "5.20.2", True),
+])  # fmt: skip
+def test_transformers_that_vllm_cannot_load_gemma_4_with(vllm, transformers, fits, monkeypatch):
+    versions = {"vllm": vllm, "vllm-gaudi": "0.26.0", "transformers": transformers}
+    monkeypatch.setattr(importlib.metadata, "version", versions.__getitem__)
+    misfit = compat.transformers_misfit()
+    assert misfit is None if fits else misfit.endswith("pip install transformers==5.14.1")
+
+
+def test_drift_knows_every_import_from_gemma_4_and_from_the_plugin():
+    imported, known = set(), set()
+    for file in Path(vllm_gaudi_ext.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("vllm_gaudi.", compat.GEMMA4)):
+                imported |= {(node.module, alias.name) for alias in node.names}
+    for module, names in compat.IMPORTS.items():
+        known |= {(module, name) for name in names}
+    for path in (*compat.PARAMETERS, *compat.FIELDS, *compat.ATTRIBUTES):
+        module, _, name = path.partition(":")
+        known.add((module, name.split(".")[0]))
+    assert len(imported) > 8
+    assert imported <= known
