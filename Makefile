@@ -25,7 +25,7 @@ PINS := transformers==5.14.1 'fastapi<0.137'
 # What vllm-gaudi itself needs, and is not installed to bring.
 PLUGIN := $(if $(VLLM_GAUDI_ROOT),pandas numba tblib==3.1.0)
 # The linters are vllm-gaudi's, in its versions.
-TOOLS := pytest==9.2.0 ruff==0.11.7 mypy==1.11.1 yapf==0.43.0
+TOOLS := pytest==9.2.0 pytest-xdist==3.8.0 ruff==0.11.7 mypy==1.11.1 yapf==0.43.0
 
 # One short line per package, nothing about those already there; large downloads are shown with their size.
 BRIEF := sed -u -e '/is ignored: it is neither/d' -e '/^Requirement already/d' -e '/^\(Looking in\|Obtaining\)/d' \
@@ -60,7 +60,7 @@ test: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/yapf --diff --recursive vllm_gaudi_ext
 	$(BIN)/mypy vllm_gaudi_ext
-	$(BIN)/python -m tests.hosts $(BIN)/python -m pytest
+	$(BIN)/python -m tests.hosts $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 demo: venv
 	$(BIN)/python -m demo

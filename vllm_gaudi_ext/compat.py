@@ -9,7 +9,7 @@ import importlib
 import importlib.metadata
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from packaging.version import InvalidVersion, Version
@@ -22,60 +22,64 @@ HPU_GEMMA4 = "vllm_gaudi.models.gemma4"
 HPU_ATTN = "vllm_gaudi.attention.backends.hpu_attn"
 HPU_ATTN_V1 = "vllm_gaudi.v1.attention.backends.hpu_attn"
 RUNNER = "vllm_gaudi.v1.worker.hpu_model_runner"
+HPU_OPS, HPU_UTILS = "vllm_gaudi.extension.ops", "vllm_gaudi.extension.utils"
 
 # What modules of this package import from Gemma 4 and from vllm-gaudi, by module.
 IMPORTS = {
-    GEMMA4: ("Gemma4ForCausalLM", ),
-    HPU_GEMMA4:
-    ("HpuGemma4ForConditionalGeneration", "HpuGemma4Model", "_apply_hpu_gemma4_patches", "_hpu_run_decoder_layers"),
-    HPU_ATTN: ("HPUAttentionImpl", "_set_fetch_by_id"),
-    HPU_ATTN_V1: ("HPUAttentionBackendV1", ),
-    "vllm_gaudi.extension.ops": ("LoraMask", ),
-    "vllm_gaudi.extension.runtime": ("get_config", ),
-    "vllm_gaudi.models": ("register_model", ),
+    GEMMA4: "Gemma4ForCausalLM",
+    HPU_GEMMA4: "HpuGemma4ForConditionalGeneration HpuGemma4Model _apply_hpu_gemma4_patches _hpu_run_decoder_layers",
+    HPU_ATTN: "HPUAttentionImpl _set_fetch_by_id",
+    HPU_ATTN_V1: "HPUAttentionBackendV1",
+    HPU_OPS: "LoraMask",
+    "vllm_gaudi.extension.runtime": "get_config",
+    "vllm_gaudi.models": "register_model",
 }
 # Functions that it calls, overrides or wraps, and the parameters that it names or counts on.
 PARAMETERS = {
-    f"{HPU_GEMMA4}:HpuGemma4Model.forward":
-    ("input_ids", "positions", "intermediate_tensors", "inputs_embeds", "per_layer_inputs"),
-    f"{HPU_GEMMA4}:_hpu_run_decoder_layers": ("decoder_layers", "positions", "hidden_states", "per_layer_inputs"),
-    f"{HPU_GEMMA4}:_apply_hpu_gemma4_patches": ("language_model", ),
-    f"{GEMMA4}:Gemma4DecoderLayer.forward": ("positions", "hidden_states", "residual", "per_layer_input"),
-    f"{GEMMA4}:Gemma4Model.embed_input_ids": ("input_ids", ),
-    f"{GEMMA4}:Gemma4Model.get_per_layer_inputs": ("input_ids", ),
-    f"{GEMMA4}:Gemma4Model.project_per_layer_inputs": ("inputs_embeds", "per_layer_inputs"),
-    f"{HPU_ATTN}:HPUAttentionImpl.forward": ("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"),
-    f"{HPU_ATTN}:_set_fetch_by_id": ("kv_cache", "value"),
-    f"{HPU_ATTN_V1}:HPUAttentionBackendV1.get_impl_cls": (),
-    "vllm_gaudi.extension.utils:VLLMKVCache.forward":
-    ("input", "cache", "slot_mapping", "scales", "block_size", "is_prompt"),
-    "vllm_gaudi.extension.utils:VLLMKVCache.fetch_from_cache": ("cache", "blocks"),
-    "vllm_gaudi.extension.ops:LoraMask.getLoraMask": (),
-    "vllm_gaudi.extension.ops:LoraMask.setLoraMask": ("mask", ),
-    f"{RUNNER}:HPUModelRunner._form_prefill_batch": ("contents", ),
+    f"{HPU_GEMMA4}:HpuGemma4Model.forward": "input_ids positions intermediate_tensors inputs_embeds per_layer_inputs",
+    f"{HPU_GEMMA4}:_hpu_run_decoder_layers": "decoder_layers positions hidden_states per_layer_inputs",
+    f"{HPU_GEMMA4}:_apply_hpu_gemma4_patches": "language_model",
+    f"{GEMMA4}:Gemma4DecoderLayer.forward": "positions hidden_states residual per_layer_input",
+    f"{GEMMA4}:Gemma4Model.embed_input_ids": "input_ids",
+    f"{GEMMA4}:Gemma4Model.get_per_layer_inputs": "input_ids",
+    f"{GEMMA4}:Gemma4Model.project_per_layer_inputs": "inputs_embeds per_layer_inputs",
+    f"{HPU_ATTN}:HPUAttentionImpl.forward": "layer query key value kv_cache attn_metadata output",
+    f"{HPU_ATTN}:_set_fetch_by_id": "kv_cache value",
+    f"{HPU_ATTN_V1}:HPUAttentionBackendV1.get_impl_cls": "",
+    f"{HPU_UTILS}:VLLMKVCache.forward": "input cache slot_mapping scales block_size is_prompt",
+    f"{HPU_UTILS}:VLLMKVCache.fetch_from_cache": "cache blocks",
+    f"{HPU_OPS}:LoraMask.getLoraMask": "",
+    f"{HPU_OPS}:LoraMask.setLoraMask": "mask",
+    f"{RUNNER}:HPUModelRunner._form_prefill_batch": "contents",
 }
 # Fields of dataclasses that it reads or sets.
 FIELDS = {
-    f"{RUNNER}:BatchContents": ("logits_positions", ),
-    "vllm.forward_context:ForwardContext": ("attn_metadata", ),
+    f"{RUNNER}:BatchContents":
+    "logits_positions",
+    "vllm.forward_context:ForwardContext":
+    "attn_metadata",
     f"{HPU_ATTN_V1}:HPUAttentionMetadataV1":
-    ("is_prompt", "seq_lens_tensor", "slot_mapping", "block_size", "prep_initial_states", "block_list", "attn_bias",
-     "window_block_list", "window_attn_bias"),
+    "is_prompt seq_lens_tensor slot_mapping block_size prep_initial_states "
+    "block_list attn_bias window_block_list window_attn_bias",
 }
 # Attributes of instances that it reads or sets.
 ATTRIBUTES = {
     f"{GEMMA4}:Gemma4Model":
-    ("layers", "norm", "fast_prefill_enabled", "hidden_size_per_layer_input", "vocab_size_per_layer_input",
-     "embed_tokens_per_layer", "embed_scale_per_layer", "per_layer_model_projection", "per_layer_projection_scale",
-     "per_layer_projection_norm", "per_layer_input_scale"),
-    f"{GEMMA4}:Gemma4DecoderLayer": ("self_attn", "input_layernorm"),
-    f"{GEMMA4}:Gemma4Attention": ("qkv_proj", "k_norm", "v_norm", "rotary_emb", "attn", "q_size", "kv_size"),
-    f"{HPU_ATTN}:HPUAttentionImpl": ("num_heads", "num_kv_heads", "head_size", "scale", "sliding_window",
-                                     "kv_sharing_target_layer_name", "k_cache", "v_cache"),
-    "vllm_gaudi.ops.hpu_rotary_embedding:HPURotaryEmbedding": ("cos", "sin"),
+    "layers norm fast_prefill_enabled hidden_size_per_layer_input vocab_size_per_layer_input "
+    "embed_tokens_per_layer embed_scale_per_layer per_layer_model_projection per_layer_projection_scale "
+    "per_layer_projection_norm per_layer_input_scale",
+    f"{GEMMA4}:Gemma4DecoderLayer":
+    "self_attn input_layernorm",
+    f"{GEMMA4}:Gemma4Attention":
+    "qkv_proj k_norm v_norm rotary_emb attn q_size num_kv_heads head_dim",
+    f"{HPU_ATTN}:HPUAttentionImpl":
+    "num_heads num_kv_heads head_size scale sliding_window "
+    "kv_sharing_target_layer_name k_cache v_cache",
+    "vllm_gaudi.ops.hpu_rotary_embedding:HPURotaryEmbedding":
+    "cos sin",
 }
 # Features of the plugin's runtime configuration that it reads.
-FEATURES = ("flatten_input", "merged_prefill", "prompt_attn_impl", "enable_fsdpa_slicing", "bucketing_strategy")
+FEATURES = "flatten_input merged_prefill prompt_attn_impl enable_fsdpa_slicing bucketing_strategy"
 
 
 def _releases() -> Iterator[tuple[str, Version]]:
@@ -132,59 +136,51 @@ def plugin_has_fast_prefill() -> bool:
 
 def missing_imports() -> list[str]:
     """Which names that modules of this package import are not there; empty if none."""
-    return [*_each(IMPORTS, lambda module, names: [f"has no {n!r}" for n in names if not hasattr(module, n)])]
+    return [*_each(IMPORTS, lambda module: lambda name: hasattr(module, name), "no {!r}")]
 
 
 def drift() -> list[str]:
     """Where the installed vllm and vllm-gaudi differ from what this package relies on; empty if nowhere."""
     return missing_imports() or [
-        *_each(PARAMETERS, _missing_parameters),
-        *_each(FIELDS, _missing_fields),
-        *_each(ATTRIBUTES, _unassigned),
-        *_unknown_features(),
+        *_each(PARAMETERS, lambda function: inspect.signature(function).parameters.__contains__, "no parameter {!r}"),
+        *_each(FIELDS, lambda cls: {field.name
+                                    for field in dataclasses.fields(cls)}.__contains__, "no field {!r}"),
+        *_each(ATTRIBUTES, _assigns, "no code that sets {!r}"),
+        *_each({"vllm_gaudi.extension.runtime:get_config": FEATURES}, _has_feature, "no feature {!r}"),
     ]
 
 
-def _each(table: dict[str, tuple[str, ...]], findings: Any) -> Iterator[str]:
-    for name, needed in table.items():
-        module_name, _, path = name.partition(":")
-        where = module_name
+def _each(table: dict[str, str], contains: Callable[[Any], Callable[[str], bool]], finding: str) -> Iterator[str]:
+    """A finding for each "module:path" in the table that is not there, and for each name that it does not contain."""
+    for path, names in table.items():
+        where, _, members = path.partition(":")
         try:
-            obj: Any = importlib.import_module(module_name)
-            for part in filter(None, path.split(".")):
-                obj = getattr(obj, part)
-                where = f"{where}.{part}"
+            obj: Any = importlib.import_module(where)
+            for member in filter(None, members.split(".")):
+                obj = getattr(obj, member)
+                where = f"{where}.{member}"
         except ImportError as error:
             yield str(error)
         except AttributeError:
-            yield f"{where} has no {part!r}"
+            yield f"{where} has no {member!r}"
         else:
-            yield from (f"{where} {finding}" for finding in findings(obj, needed))
+            has = contains(obj)
+            yield from (f"{where} has {finding.format(name)}" for name in names.split() if not has(name))
 
 
-def _missing_parameters(function: Any, names: tuple[str, ...]) -> list[str]:
-    parameters = inspect.signature(function).parameters
-    return [f"has no parameter {name!r}" for name in names if name not in parameters]
-
-
-def _missing_fields(cls: type, names: tuple[str, ...]) -> list[str]:
-    fields = {field.name for field in dataclasses.fields(cls)}
-    return [f"has no field {name!r}" for name in names if name not in fields]
-
-
-def _unassigned(cls: type, names: tuple[str, ...]) -> list[str]:
+def _assigns(cls: type) -> Callable[[str], bool]:
     source = inspect.getsource(cls)
-    assigned = r'self\.{0}\b[^=(\n]*=|register_buffer\(\s*"{0}"'
-    return [f"does not set {name!r}" for name in names if not re.search(assigned.format(name), source)]
+    assignment = r'self\.{0}\b[^=(\n]*=|register_buffer\(\s*"{0}"'
+    return lambda name: re.search(assignment.format(name), source) is not None
 
 
-def _unknown_features() -> list[str]:
-    from vllm_gaudi.extension.runtime import get_config
+def _has_feature(get_config: Callable[[], Any]) -> Callable[[str], bool]:
 
-    unknown = []
-    for name in FEATURES:
+    def has(name: str) -> bool:
         try:
             getattr(get_config(), name)
         except (AssertionError, AttributeError):
-            unknown.append(f"vllm-gaudi has no feature {name!r}")
-    return unknown
+            return False
+        return True
+
+    return has

@@ -3,7 +3,6 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_gaudi_ext import compat
@@ -14,36 +13,25 @@ if TYPE_CHECKING:
 FLAG = "--kv-sharing-fast-prefill"
 
 
-@dataclass(frozen=True)
-class Fast:
-    """Prompts are fast."""
-
-    # Whether the last layer with a KV cache of its own, too, runs on last tokens, except for its K/V.
-    reduces_kv_producer: bool = True
-    # Whether K and V can be computed without Q, from a slice of the fused weight.
-    slices_qkv: bool = True
-    # Whether per-layer inputs can be computed for the layers that read them alone, from slices of the weights.
-    slices_per_layer_inputs: bool = True
+class Fast(NamedTuple):
+    """Prompts are fast; and what is reduced beside the KV-shared layers."""
+    reduces_kv_producer: bool = True  # the last layer with a KV cache of its own, except for its K/V
+    slices_qkv: bool = True  # its K and V are computed without Q, from a slice of the fused weight
+    slices_per_layer_inputs: bool = True  # every token's are those of the layers that see it alone
 
 
-@dataclass(frozen=True)
-class Normal:
+class Normal(NamedTuple):
     """All prompt passes take vllm-gaudi's own way, over every token in every layer."""
-
     reason: str
 
 
-@dataclass(frozen=True)
-class Inert:
+class Inert(NamedTuple):
     """There is nothing to skip, or nothing for this package to do."""
-
     reason: str
 
 
-@dataclass(frozen=True)
-class Refused:
+class Refused(NamedTuple):
     """The engine must not start with the flag."""
-
     message: str
 
 
@@ -125,24 +113,18 @@ def decide(vllm_config: "VllmConfig | None" = None, features: Any = None) -> Ver
         return Inert("vllm-gaudi brings fast prefill itself, and vllm-gaudi-ext can be uninstalled")
     findings = compat.too_old() or (compat.missing_imports() if features is None else compat.drift())
     if findings:
-        return misfit(findings)
+        releases = " and ".join(f"{name} {first} to {last}" for name, (first, last) in compat.SUPPORTED.items())
+        return Refused(f"{FLAG} needs {releases}: {'; '.join(findings)}. Install those versions, or drop {FLAG}.")
     reason = vllm_config and nothing_to_skip(vllm_config.model_config.hf_text_config)
     if reason:
         return Inert(reason)
     settings = [setting for setting in ENGINE_SETTINGS if vllm_config and setting.applies(vllm_config)]
     if features is not None:
-        settings += [setting for setting in PLUGIN_FEATURES if setting.applies(features)]
-        if vllm_config and TEXT_ONLY_NEEDS.applies(features):
-            settings.append(TEXT_ONLY_NEEDS)
-    verdicts = [setting.verdict() for setting in settings]
-    refused = [verdict for verdict in verdicts if isinstance(verdict, Refused)]
-    return (refused or verdicts or [_fast(vllm_config)])[0]
-
-
-def misfit(findings: list[str]) -> Refused:
-    """The verdict where this package does not fit what is installed."""
-    releases = " and ".join(f"{name} {first} to {last}" for name, (first, last) in compat.SUPPORTED.items())
-    return Refused(f"{FLAG} needs {releases}: {'; '.join(findings)}. Install those versions, or drop {FLAG}.")
+        # Which model it is for, the features do not tell before there is one.
+        of_plugin = (*PLUGIN_FEATURES, TEXT_ONLY_NEEDS) if vllm_config else PLUGIN_FEATURES
+        settings += [setting for setting in of_plugin if setting.applies(features)]
+    verdicts = [setting.verdict() for setting in settings] or [_fast(vllm_config)]
+    return next((verdict for verdict in verdicts if isinstance(verdict, Refused)), verdicts[0])
 
 
 def nothing_to_skip(text_config: Any) -> str | None:
@@ -152,8 +134,7 @@ def nothing_to_skip(text_config: Any) -> str | None:
         return "the model has no KV-shared layers"
     if num_shared >= num_layers:
         return "all layers of the model are KV-shared"
-    own, shared = (set(layer_types) for layer_types in (text_config.layer_types[:num_layers - num_shared],
-                                                        text_config.layer_types[num_layers - num_shared:]))
+    own, shared = (set(text_config.layer_types[:-num_shared]), set(text_config.layer_types[-num_shared:]))
     if not shared <= own:
         return f"no earlier layer owns the KV cache of the KV-shared {', '.join(sorted(shared - own))} layers"
     return None

@@ -143,10 +143,10 @@ def test_method_that_is_gone(run, monkeypatch):
 def test_feature_that_is_gone(run, monkeypatch):
     from vllm_gaudi_ext import compat
 
-    monkeypatch.setattr(compat, "FEATURES", (*compat.FEATURES, "long_gone"))
+    monkeypatch.setattr(compat, "FEATURES", f"{compat.FEATURES} long_gone")
     code, answer = run()
     assert code == DRIFTED
-    assert answer["reasons"] == ["vllm-gaudi has no feature 'long_gone'"]
+    assert answer["reasons"] == ["vllm_gaudi.extension.runtime.get_config has no feature 'long_gone'"]
 
 
 def test_environment_that_sends_prompts_down_the_normal_path(run, monkeypatch):

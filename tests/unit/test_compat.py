@@ -52,7 +52,7 @@ def test_drift_knows_every_import_from_gemma_4_and_from_the_plugin():
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("vllm_gaudi.", compat.GEMMA4)):
                 imported |= {(node.module, alias.name) for alias in node.names}
     for module, names in compat.IMPORTS.items():
-        known |= {(module, name) for name in names}
+        known |= {(module, name) for name in names.split()}
     for path in (*compat.PARAMETERS, *compat.FIELDS, *compat.ATTRIBUTES):
         module, _, name = path.partition(":")
         known.add((module, name.split(".")[0]))

@@ -84,15 +84,13 @@ class HpuGemma4FastPrefillModel(HpuGemma4Model):
             self.kv_readers.setdefault(attention.kv_sharing_target_layer_name or attention.layer_name, attention)
         self.regions = torch.nn.ModuleList([Region(self.get_self_decoder_inputs), Region(self.run_cross_decoder)])
 
-    def forward(
-        self,
-        input_ids: torch.Tensor | None,
-        positions: torch.Tensor,
-        intermediate_tensors: IntermediateTensors | None,
-        inputs_embeds: torch.Tensor | None = None,
-        per_layer_inputs: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> torch.Tensor | IntermediateTensors | tuple[torch.Tensor, list[torch.Tensor]]:
+    def forward(self,
+                input_ids: torch.Tensor | None,
+                positions: torch.Tensor,
+                intermediate_tensors: IntermediateTensors | None,
+                inputs_embeds: torch.Tensor | None = None,
+                per_layer_inputs: torch.Tensor | None = None,
+                **kwargs: Any) -> torch.Tensor | IntermediateTensors | tuple[torch.Tensor, list[torch.Tensor]]:
         """As ``HpuGemma4Model.forward``.
 
         Args:
@@ -130,10 +128,7 @@ class HpuGemma4FastPrefillModel(HpuGemma4Model):
         return run_cross_decoder(prompt, positions, hidden_states, inputs, **kwargs)
 
     def get_self_decoder_inputs(self, inputs: TokenInputs) -> torch.Tensor | None:
-        """The per-layer inputs of the layers that run on every token, for every token.
-
-        Computed as ``Gemma4Model.get_per_layer_inputs`` and ``project_per_layer_inputs`` do for all layers, from the
-        slices of the weights that belong to these layers.
+        """The per-layer inputs of the self-decoder, as ``Gemma4Model`` computes them, from the slices of its weights.
 
         Returns:
             [tokens, num_self_decoder_layers or num_layers, ple_dim]; None in a model without per-layer inputs.
@@ -181,14 +176,10 @@ class HpuGemma4FastPrefillModel(HpuGemma4Model):
         shared_kv = {name: reader.impl.gather_shared_kv(reader.kv_cache, prompt)
                      for name, reader in self.kv_readers.items()}  # yapf: disable
         with reduced_to_rows(rows, LastTokenMetadata(shared_kv), self.rotary_modules):
-            last_hidden_states = run_decoder_layers(
-                self.cross_decoder_layers,
-                self.num_self_decoder_layers,
-                positions.view(-1, 1).index_select(0, rows),
-                hidden_states.index_select(0, rows),
-                self.get_all_per_layer_inputs(inputs.at(rows)),
-                **kwargs,
-            )
+            last_hidden_states = run_decoder_layers(self.cross_decoder_layers, self.num_self_decoder_layers,
+                                                    positions.view(-1, 1).index_select(0, rows),
+                                                    hidden_states.index_select(0, rows),
+                                                    self.get_all_per_layer_inputs(inputs.at(rows)), **kwargs)
         return hidden_states.index_copy(0, rows, self.norm(last_hidden_states))
 
     def write_kv(self, layer: Any, prompt: PromptPass, positions: torch.Tensor, hidden_states: torch.Tensor) -> None:
@@ -239,10 +230,8 @@ def enable_fast_prefill(language_model: Gemma4ForCausalLM, vllm_config: VllmConf
     logger.info(
         "Fast prefill is on: layers %d-%d, which read the KV cache of layers %s, run on each prompt's last token.%s",
         len(model.layers) - language_model.config.num_kv_shared_layers,
-        len(model.layers) - 1,
-        " and ".join(map(str, sorted(map(extract_layer_index, model.kv_readers)))),
-        f" So does layer {model.num_self_decoder_layers}, except for its K/V." if verdict.reduces_kv_producer else "",
-    )
+        len(model.layers) - 1, " and ".join(map(str, sorted(map(extract_layer_index, model.kv_readers)))),
+        f" So does layer {model.num_self_decoder_layers}, except for its K/V." if verdict.reduces_kv_producer else "")
 
 
 class HpuGemma4FastPrefillForConditionalGeneration(HpuGemma4ForConditionalGeneration):

@@ -69,16 +69,14 @@ class HpuSharedKVAttentionImpl(HPUAttentionImpl):
                 new = new.to(cache.dtype)
             module(new, cache, slots, scales=scales, block_size=prompt.block_size, is_prompt=True)
 
-    def forward(
-        self,
-        layer: Any,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        kv_cache: tuple[torch.Tensor, ...],
-        attn_metadata: Any,
-        output: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def forward(self,
+                layer: Any,
+                query: torch.Tensor,
+                key: torch.Tensor | None,
+                value: torch.Tensor | None,
+                kv_cache: tuple[torch.Tensor, ...],
+                attn_metadata: Any,
+                output: torch.Tensor | None = None) -> torch.Tensor:
         """As ``HPUAttentionImpl.forward``.
 
         In a reduced pass ``query`` is [batch, num_heads * head_size], and ``key`` and ``value`` are not read: the
@@ -100,15 +98,6 @@ class HpuSharedKVAttentionBackend(HPUAttentionBackendV1):
 
 
 def _fetch_slots(cache_module: Any, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Read KV cache slots the way the plugin does, which dequantizes an FP8 cache.
-
-    Args:
-        cache_module: the ``k_cache`` or ``v_cache`` of an attention layer.
-        cache: [num_slots, num_kv_heads, head_size].
-        slots: [n] int64.
-
-    Returns:
-        [n, num_kv_heads, head_size] in the model's dtype.
-    """
+    """Slots [n] of a cache [num_slots, num_kv_heads, head_size], read by the plugin's module, which dequantizes FP8."""
     set_fetch_by_id(cache_module, True)  # contiguous paged attention would read the first n slots instead
     return cache_module.fetch_from_cache(cache, slots)
