@@ -2,6 +2,9 @@
 import enum
 from typing import Any
 
+import numpy as np
+import torch
+
 
 class InterpolationMode(enum.Enum):
     NEAREST = "nearest"
@@ -13,4 +16,7 @@ class InterpolationMode(enum.Enum):
     LANCZOS = "lanczos"
 
 
-pil_to_tensor: Any = None
+def pil_to_tensor(picture: Any) -> torch.Tensor:
+    """[channels, height, width] uint8."""
+    pixels = torch.from_numpy(np.array(picture))
+    return torch.atleast_3d(pixels).permute(2, 0, 1)
