@@ -5,8 +5,9 @@ import pytest
 from PIL import Image, ImageDraw
 from vllm import SamplingParams
 
-from tests.checkpoints import IMAGE_TOKENS, make_checkpoint, vocabulary
-from tests.schedules import FULL_BEFORE, assert_equal, prompt_of, run_off_and_on
+from tests.harness.checkpoints import IMAGE_TOKENS, make_checkpoint, vocabulary
+from tests.harness.compare import assert_equal, run_off_and_on
+from tests.harness.workload import FULL_BEFORE, prompt_of
 
 pytestmark = pytest.mark.plugin_only
 
