@@ -18,10 +18,13 @@ BIN := $(CURDIR)/$(VENV)/bin
 INSTALLED := $(VENV)/installed$(if $(VLLM_GAUDI_ROOT),-for-plugin)
 
 TORCH := torch==2.13.0
+# Of releases that need another one than those before.
+SETUPTOOLS_0.33.0 := 78.1.1
+TRANSFORMERS_0.33.0 := 5.20.2
 # For building vLLM from its source, which pip must then do without isolation: vLLM's setup imports the torch it is for.
-BUILD := setuptools==77.0.3 setuptools-scm setuptools-rust wheel ninja cmake packaging jinja2
+BUILD := setuptools==$(or $(SETUPTOOLS_$(VLLM_VERSION)),77.0.3) setuptools-scm setuptools-rust wheel ninja cmake packaging jinja2
 # fastapi: from 0.137 on, vLLM 0.26's metrics middleware answers every request with status 500.
-PINS := transformers==5.14.1 'fastapi<0.137'
+PINS := transformers==$(or $(TRANSFORMERS_$(VLLM_VERSION)),5.14.1) 'fastapi<0.137'
 # What vllm-gaudi itself needs, and is not installed to bring.
 PLUGIN := $(if $(VLLM_GAUDI_ROOT),pandas numba tblib==3.1.0)
 # The linters are vllm-gaudi's, in its versions.
