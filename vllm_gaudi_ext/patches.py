@@ -110,12 +110,12 @@ def _refuse_prompt_logprobs() -> None:
     validate_params = InputProcessor._validate_params
 
     @functools.wraps(validate_params)
-    def _validate_params(self: InputProcessor, params: Any, *args: Any, **kwargs: Any) -> None:
+    def _validate_params(self: InputProcessor, params: Any, *args: Any, **kwargs: Any) -> Any:
         if _has_flag(self.vllm_config) and isinstance(params, SamplingParams) and params.prompt_logprobs is not None:
             raise PromptLogprobsError(
                 f"prompt_logprobs (and echo with logprobs) reads every prompt token, which {FLAG} skips: "
                 f"leave it out of the request, or start the server without {FLAG}.")
-        validate_params(self, params, *args, **kwargs)
+        return validate_params(self, params, *args, **kwargs)  # None, and from vLLM 0.33 on parameters
 
     InputProcessor._validate_params = _validate_params
 

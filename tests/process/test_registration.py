@@ -256,6 +256,11 @@ def test_flag_off_after_flag_on_is_as_without_the_package(e2b, without_and_with,
     assert not [record for record in log if record.name.startswith("vllm.vllm_gaudi_ext")]
     assert on["tokens"] == stock["model"]["tokens"]
     assert on["impls"] != stock["model"]["impls"]
+    # Weight loaders and quantizers find each layer once, under the name that it has without the flag.
+    assert json.loads(json.dumps(on["tensors"])) == stock["model"]["tensors"]
+    names = [{name for name, *_ in modules} for modules in (on["modules"], stock["model"]["modules"])]
+    assert {name.rpartition(".regions")[2] for name in names[0] - names[1]} == {"", ".0", ".1"}
+    assert names[1] < names[0]
     for what in ("modules", "tensors", "impls", "backends", "tokens"):
         assert json.loads(json.dumps(off[what])) == stock["model"][what], what
     for expected, got in zip(stock["model"]["logprobs"], off["logprobs"], strict=True):

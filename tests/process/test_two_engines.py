@@ -5,10 +5,11 @@ import json
 
 import pytest
 
-from tests import engine
-from tests.checkpoints import make_checkpoint
-from tests.observe import inspect_models_here, outcome, start
-from tests.schedules import FULL_BEFORE, prompt_of
+from tests.harness import engine
+from tests.harness.checkpoints import make_checkpoint
+from tests.harness.process import inspect_models_here, outcome, start
+from tests.harness.record import count_rows
+from tests.harness.workload import FULL_BEFORE, prompt_of
 
 LENGTHS = (5, 130, 300)
 PACKAGE = "vllm_gaudi_ext"
@@ -19,7 +20,7 @@ def qualified(value):
 
 
 def describe(llm):
-    with engine.count_rows(llm) as passes:
+    with count_rows(llm) as passes:
         tokens = engine.generate(llm, [prompt_of(length) for length in LENGTHS], max_tokens=4)
     modules = engine.runner_of(llm).model.named_modules()
     return {
@@ -46,7 +47,7 @@ def report(checkpoint, flags):
 def engines(tmp_path_factory):
     """By flag: of the first engine in a process, and of the second after one with the other flag."""
     checkpoint = str(make_checkpoint(tmp_path_factory.mktemp("checkpoint"), **FULL_BEFORE))
-    code = "import json; from tests.test_two_engines import report; print(json.dumps(report({!r}, {})))"
+    code = "import json; from tests.process.test_two_engines import report; print(json.dumps(report({!r}, {})))"
     orders = [(False, True), (True, False)]
     processes = [start("-c", code.format(checkpoint, order)) for order in orders]
     (off, on_after_off), (on, off_after_on) = map(outcome, processes)
