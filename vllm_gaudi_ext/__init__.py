@@ -2,6 +2,7 @@
 """Fast prefill for Gemma 4 on Intel Gaudi: ``vllm serve ... --kv-sharing-fast-prefill``."""
 
 import importlib.util
+import logging
 
 
 def register() -> None:
@@ -15,6 +16,9 @@ def register() -> None:
 
     if current_platform.device_name != "hpu":
         return
-    from vllm_gaudi_ext.patches import install
-
+    try:
+        from vllm_gaudi_ext.patches import install
+    except ImportError as error:  # of what vLLM is without, too: it must run as it would without this package
+        logging.getLogger("vllm.vllm_gaudi_ext").warning("vllm-gaudi-ext does nothing with this vllm: %s", error)
+        return
     install()

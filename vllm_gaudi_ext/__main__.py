@@ -3,6 +3,7 @@
 
 import argparse
 import contextlib
+import importlib
 import importlib.metadata
 import importlib.util
 import json
@@ -26,6 +27,11 @@ def check() -> tuple[int, list[str]]:
 
     if compat.plugin_has_fast_prefill():
         return INACTIVE, ["vllm-gaudi brings fast prefill itself, and vllm-gaudi-ext can be uninstalled"]
+    try:
+        importlib.import_module(compat.HPU_ATTN)
+    except ImportError as error:
+        if (error.name or "").split(".")[0] not in ("vllm", "vllm_gaudi"):
+            return INACTIVE, [f"vllm-gaudi cannot be imported: {error}"]
     if findings := compat.drift():
         return DRIFTED, findings
     from vllm_gaudi.extension.runtime import get_config
@@ -49,7 +55,7 @@ def check() -> tuple[int, list[str]]:
     if any(f"{m.module_name}:{m.class_name}" != MODELS[name] for name, m in registered.items()):
         return INACTIVE, [f"the plugin is not loaded: VLLM_PLUGINS={os.environ.get('VLLM_PLUGINS')!r} leaves it out"]
     return ACTIVE, [
-        *(f"not run with {release}, in which all that is needed was found" for release in compat.not_run()),
+        *(f"{release} was not run, but all that is relied on was found there" for release in compat.not_run()),
         "add --kv-sharing-fast-prefill to vllm serve",
     ]
 

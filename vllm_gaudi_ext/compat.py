@@ -24,8 +24,20 @@ HPU_ATTN_V1 = "vllm_gaudi.v1.attention.backends.hpu_attn"
 RUNNER = "vllm_gaudi.v1.worker.hpu_model_runner"
 HPU_OPS, HPU_UTILS = "vllm_gaudi.extension.ops", "vllm_gaudi.extension.utils"
 
-# What modules of this package import from Gemma 4 and from vllm-gaudi, by module.
+# What modules of this package import, by module.
 IMPORTS = {
+    "vllm.config": "VllmConfig",
+    "vllm.exceptions": "VLLMValidationError",
+    "vllm.forward_context": "get_forward_context",
+    "vllm.logger": "init_logger",
+    "vllm.model_executor.models.config": "MODELS_CONFIG_MAP Gemma4Config",
+    "vllm.model_executor.models.registry": "ModelRegistry",
+    "vllm.model_executor.models.utils": "extract_layer_index",
+    "vllm.platforms": "current_platform",
+    "vllm.plugins": "load_general_plugins",
+    "vllm.sampling_params": "SamplingParams",
+    "vllm.sequence": "IntermediateTensors",
+    "vllm.v1.engine.input_processor": "InputProcessor",
     GEMMA4: "Gemma4ForCausalLM",
     HPU_GEMMA4: "HpuGemma4ForConditionalGeneration HpuGemma4Model _apply_hpu_gemma4_patches _hpu_run_decoder_layers",
     HPU_ATTN: "HPUAttentionImpl _set_fetch_by_id",
@@ -51,6 +63,7 @@ PARAMETERS = {
     f"{HPU_OPS}:LoraMask.getLoraMask": "",
     f"{HPU_OPS}:LoraMask.setLoraMask": "mask",
     f"{RUNNER}:HPUModelRunner._form_prefill_batch": "contents",
+    "vllm.v1.engine.input_processor:InputProcessor._validate_params": "params",
 }
 # Fields of dataclasses that it reads or sets.
 FIELDS = {
@@ -130,7 +143,7 @@ def plugin_has_fast_prefill() -> bool:
     """Whether vllm-gaudi brings fast prefill of its own, so that this package is not needed."""
     try:
         return "fast_prefill_forward" in vars(importlib.import_module(HPU_GEMMA4).HpuGemma4Model)
-    except (ImportError, AttributeError):
+    except Exception:  # whatever importing raises: missing_imports will say
         return False
 
 
@@ -156,22 +169,27 @@ def _each(table: dict[str, str], contains: Callable[[Any], Callable[[str], bool]
         where, _, members = path.partition(":")
         try:
             obj: Any = importlib.import_module(where)
-            for member in filter(None, members.split(".")):
-                obj = getattr(obj, member)
-                where = f"{where}.{member}"
-        except ImportError as error:
-            yield str(error)
-        except AttributeError:
-            yield f"{where} has no {member!r}"
+        except Exception as error:
+            yield f"{where} cannot be imported: {error}"
+            continue
+        for member in filter(None, members.split(".")):
+            if not hasattr(obj, member):
+                yield f"{where} has no {member!r}"
+                break
+            where, obj = f"{where}.{member}", getattr(obj, member)
         else:
-            has = contains(obj)
-            yield from (f"{where} has {finding.format(name)}" for name in names.split() if not has(name))
+            try:
+                has = contains(obj)
+            except (TypeError, ValueError, OSError) as error:  # another kind of object, or one without source
+                yield f"{where}: {error}"
+            else:
+                yield from (f"{where} has {finding.format(name)}" for name in names.split() if not has(name))
 
 
 def _assigns(cls: type) -> Callable[[str], bool]:
-    source = inspect.getsource(cls)
-    assignment = r'self\.{0}\b[^=(\n]*=|register_buffer\(\s*"{0}"'
-    return lambda name: re.search(assignment.format(name), source) is not None
+    source = "\n".join(inspect.getsource(base) for base in cls.__mro__ if base.__module__.startswith("vllm"))
+    targets = r'^\s*(?:[\w.]+\s*,\s*)*self\.{0}\b\s*(?:,\s*[\w.]+\s*)*(?::[^=\n]*)?=(?!=)|register_buffer\(\s*"{0}"'
+    return lambda name: re.search(targets.format(name), source, re.MULTILINE) is not None
 
 
 def _has_feature(get_config: Callable[[], Any]) -> Callable[[str], bool]:

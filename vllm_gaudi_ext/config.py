@@ -56,7 +56,7 @@ def _is_other_fp8_cache(config: "VllmConfig") -> bool:
     return config.cache_config.cache_dtype.startswith("fp8") and config.cache_config.cache_dtype != "fp8_inc"
 
 
-def _has_rust_frontend(config: "VllmConfig") -> bool:
+def _has_rust_frontend(environment: Any) -> bool:
     from vllm import envs
 
     return getattr(envs, "VLLM_USE_RUST_FRONTEND", False)
@@ -67,12 +67,17 @@ def _is_full_warmup_with_prefix_caching(config: "VllmConfig") -> bool:
     return full_warmup and config.cache_config.enable_prefix_caching
 
 
+# Read from the environment alone.
+ENVIRONMENT = (
+    Setting("VLLM_USE_RUST_FRONTEND", _has_rust_frontend,
+            "does not support the Rust frontend, which would accept prompt_logprobs", "unset VLLM_USE_RUST_FRONTEND"),
+    Setting("QUANT_CONFIG", lambda environment: environment.get("QUANT_CONFIG"),
+            "quantization or calibration with INC is not supported"),
+)
 # Read from the engine's configuration, which the process that accepts requests has, too.
 ENGINE_SETTINGS = (
     Setting("--kv-cache-dtype", _is_other_fp8_cache, "supports no FP8 KV cache but fp8_inc",
             "set --kv-cache-dtype fp8_inc or auto"),
-    Setting("VLLM_USE_RUST_FRONTEND", _has_rust_frontend,
-            "does not support the Rust frontend, which would accept prompt_logprobs", "unset VLLM_USE_RUST_FRONTEND"),
     # A request that resumes from cached blocks after preemption takes the normal path, which full warm-up leaves out,
     # and the plugin then stops at that pass.
     Setting("VLLM_FULL_WARMUP", _is_full_warmup_with_prefix_caching,
@@ -94,8 +99,6 @@ PLUGIN_FEATURES = (
     Setting("VLLM_HPU_FSDPA_SLICE_ENABLED with VLLM_BUCKETING_STRATEGY=pad",
             lambda features: features.enable_fsdpa_slicing and features.bucketing_strategy == "pad",
             "attention in slices is not supported"),
-    Setting("QUANT_CONFIG", lambda features: os.environ.get("QUANT_CONFIG"),
-            "quantization or calibration with INC is not supported"),
 )
 TEXT_ONLY_NEEDS = Setting("VLLM_FLATTEN_INPUT", lambda features: not features.flatten_input,
                           "needs flattened prompts for a text-only Gemma 4", "set VLLM_FLATTEN_INPUT=1")
@@ -111,14 +114,18 @@ def decide(vllm_config: "VllmConfig | None" = None, features: Any = None) -> Ver
     """
     if compat.plugin_has_fast_prefill():
         return Inert("vllm-gaudi brings fast prefill itself, and vllm-gaudi-ext can be uninstalled")
-    findings = compat.too_old() or (compat.missing_imports() if features is None else compat.drift())
+    findings = compat.missing_imports()
+    if not findings:
+        reason = vllm_config and nothing_to_skip(vllm_config.model_config.hf_text_config)
+        if reason:
+            return Inert(reason)
+        findings = compat.too_old() or ([] if features is None else compat.drift())
     if findings:
         releases = " and ".join(f"{name} {first} to {last}" for name, (first, last) in compat.SUPPORTED.items())
         return Refused(f"{FLAG} needs {releases}: {'; '.join(findings)}. Install those versions, or drop {FLAG}.")
-    reason = vllm_config and nothing_to_skip(vllm_config.model_config.hf_text_config)
-    if reason:
-        return Inert(reason)
-    settings = [setting for setting in ENGINE_SETTINGS if vllm_config and setting.applies(vllm_config)]
+    settings = [setting for setting in ENVIRONMENT if setting.applies(os.environ)]
+    if vllm_config:
+        settings += [setting for setting in ENGINE_SETTINGS if setting.applies(vllm_config)]
     if features is not None:
         # Which model it is for, the features do not tell before there is one.
         of_plugin = (*PLUGIN_FEATURES, TEXT_ONLY_NEEDS) if vllm_config else PLUGIN_FEATURES

@@ -65,8 +65,6 @@ class Gemma4FastPrefillConfig(Gemma4Config):
         if compat.plugin_has_fast_prefill():
             logger.info_once("Fast prefill is left to vllm-gaudi, which brings its own.")
             return
-        for release in compat.not_run():
-            logger.warning_once("vllm-gaudi-ext was not run with %s, in which all that it needs was found.", release)
         _refuse_prompt_logprobs()
 
 

@@ -77,7 +77,7 @@ def test_version_that_was_not_run(run, monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda n: "0.99.0" if n == "vllm-gaudi" else original(n))
     code, answer = run()
     assert code == ACTIVE
-    assert any("not run with vllm-gaudi 0.99.0" in reason for reason in answer["reasons"])
+    assert any("vllm-gaudi 0.99.0 was not run" in reason for reason in answer["reasons"])
 
 
 def test_transformers_that_vllm_cannot_load_gemma_4_with(run, monkeypatch):

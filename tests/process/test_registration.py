@@ -236,6 +236,18 @@ def test_does_nothing_on_another_platform(registry, monkeypatch, device_name):
     assert set(registry()) == {"other"}
 
 
+def test_does_nothing_where_vllm_has_changed(registry, monkeypatch):
+    """A name that the hooks need is gone: vLLM runs as without this package, and says so once."""
+    monkeypatch.delitem(sys.modules, "vllm_gaudi_ext.patches")
+    monkeypatch.delattr("vllm.model_executor.models.config.Gemma4Config")
+    with vllm_log() as log:
+        vllm_gaudi_ext.register()
+    assert set(registry()) == {"other"}
+    (record,) = [record for record in log if record.name.startswith("vllm.vllm_gaudi_ext")]
+    assert record.levelno == logging.WARNING
+    assert "Gemma4Config" in record.getMessage()
+
+
 def test_flag_off_after_flag_on_is_as_without_the_package(e2b, without_and_with, monkeypatch):
     inspect_models_here(monkeypatch.setattr)
     stock, _ = without_and_with

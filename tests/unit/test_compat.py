@@ -2,8 +2,12 @@
 """Which releases fit, and that the check for drift knows of everything that the package imports."""
 
 import ast
+import dataclasses
+import importlib
 import importlib.metadata
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -45,16 +49,75 @@ def test_transformers_that_vllm_cannot_load_gemma_4_with(vllm, transformers, fit
     assert misfit is None if fits else misfit.endswith("pip install transformers==5.14.1")
 
 
-def test_drift_knows_every_import_from_gemma_4_and_from_the_plugin():
+def test_drift_knows_every_import_from_vllm_and_from_the_plugin():
     imported, known = set(), set()
     for file in Path(vllm_gaudi_ext.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("vllm_gaudi.", compat.GEMMA4)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("vllm.", "vllm_gaudi.")):
                 imported |= {(node.module, alias.name) for alias in node.names}
     for module, names in compat.IMPORTS.items():
         known |= {(module, name) for name in names.split()}
     for path in (*compat.PARAMETERS, *compat.FIELDS, *compat.ATTRIBUTES):
         module, _, name = path.partition(":")
         known.add((module, name.split(".")[0]))
-    assert len(imported) > 8
+    assert len(imported) > 20
     assert imported <= known
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """A module of the name `installed`, to be looked through."""
+    module = ModuleType("installed")
+    monkeypatch.setitem(sys.modules, "installed", module)
+    return module
+
+
+def findings(table, contains=lambda obj: lambda name: hasattr(obj, name)):
+    return list(compat._each(table, contains, "no {!r}"))
+
+
+def test_what_is_not_there_is_a_finding(installed):
+    installed.Found = type("Found", (), {"a": 1})
+    assert findings({"installed": "Found", "installed:Found": "a"}) == []
+    assert findings({"installed:Found": "a b"}) == ["installed.Found has no 'b'"]
+    assert findings({"installed:Gone.method": ""}) == ["installed has no 'Gone'"]
+    assert findings({"not_installed": "a"}) == ["not_installed cannot be imported: No module named 'not_installed'"]
+
+
+@pytest.mark.parametrize("error", [ImportError, AttributeError, RuntimeError])
+def test_what_cannot_be_imported_is_a_finding(error, monkeypatch):
+    def import_module(name):
+        raise error("broken")
+
+    monkeypatch.setattr(importlib, "import_module", import_module)
+    assert compat.missing_imports()[0].endswith("cannot be imported: broken")
+    assert not compat.plugin_has_fast_prefill()
+
+
+def test_another_kind_of_object_is_a_finding(installed):
+    installed.BatchContents = object
+    found = findings({"installed:BatchContents": "field"}, dataclasses.fields)
+    assert found == ["installed.BatchContents: must be called with a dataclass type or instance"]
+
+
+SOURCE = """
+class Base:
+    def __init__(self):
+        self.inherited = 1
+class Layer(Base):
+    def __init__(self):
+        self.plain = self.typed_source = 1
+        self.typed: int = 2
+        self.first, self.second, self.third = 1, 2, 3
+        self.register_buffer("buffer", None)
+        assert self.compared == 1
+        self.call(self.read, eps=1)
+"""
+
+
+def test_attributes_that_code_sets(tmp_path, monkeypatch):
+    (tmp_path / "vllm_layer.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    sets = compat._assigns(importlib.import_module("vllm_layer").Layer)
+    assert all(map(sets, ("inherited", "plain", "typed", "first", "second", "third", "buffer")))
+    assert not any(map(sets, ("compared", "read", "call", "gone")))

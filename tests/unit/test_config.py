@@ -94,7 +94,7 @@ def verdict_with(name, monkeypatch):
 
 
 def all_settings():
-    return [*config.ENGINE_SETTINGS, *config.PLUGIN_FEATURES, config.TEXT_ONLY_NEEDS]
+    return [*config.ENVIRONMENT, *config.ENGINE_SETTINGS, *config.PLUGIN_FEATURES, config.TEXT_ONLY_NEEDS]
 
 
 @pytest.mark.parametrize("name", WITH)
@@ -116,10 +116,42 @@ def test_installation_comes_first_then_the_model_then_what_is_refused(monkeypatc
     assert isinstance(decide(engine_config(**connector)), Normal)
     assert isinstance(decide(engine_config(**connector, **pipeline)), Refused)
     assert isinstance(decide(engine_config(**connector, **pipeline, **no_sharing)), Inert)
+    monkeypatch.setattr(compat, "drift", lambda: ["method has no parameter"])
+    assert isinstance(decide(engine_config()), Fast)  # the process that accepts requests does not load the runner
+    assert "method has no parameter" in decide(engine_config(), plugin_features()).message
+    assert isinstance(decide(engine_config(**no_sharing), plugin_features()), Inert)
+    monkeypatch.setattr(compat, "too_old", lambda: ["vllm 0.25 is older"])
+    assert "vllm 0.25 is older" in decide(engine_config()).message
     monkeypatch.setattr(compat, "missing_imports", lambda: ["module has no 'name'"])
     assert "module has no 'name'" in decide(engine_config(**no_sharing)).message
     monkeypatch.setattr(compat, "plugin_has_fast_prefill", lambda: True)
     assert "brings fast prefill itself" in decide(engine_config(**no_sharing)).reason
+
+
+def test_without_a_model():
+    """As `check` asks."""
+    assert decide(features=plugin_features(flatten_input=False)) == Fast()
+
+
+@pytest.mark.parametrize("changes, expected", [
+    ({"quant_config": object()}, Fast(True, False, False)),
+    ({"cache_config__cache_dtype": "bfloat16"}, Fast(True, True, True)),
+])  # fmt: skip
+def test_what_is_reduced(changes, expected):
+    assert decide(engine_config(**changes), plugin_features()) == expected
+
+
+@pytest.mark.parametrize("value", ["0", "false"])
+def test_kv_producer_on_every_token(value, monkeypatch):
+    monkeypatch.setenv("VLLM_GAUDI_EXT_REDUCE_KV_PRODUCER", value)
+    assert decide(engine_config(), plugin_features()) == Fast(False, True, False)
+
+
+@pytest.mark.parametrize("value", ["1", "true", "True"])
+def test_full_warmup_is_refused_with_prefix_caching_alone(value, monkeypatch):
+    monkeypatch.setenv("VLLM_FULL_WARMUP", value)
+    assert isinstance(decide(engine_config()), Refused)
+    assert isinstance(decide(engine_config(cache_config__enable_prefix_caching=False)), Fast)
 
 
 # The rows of the README's table that say "fast", by a word of theirs, and what is computed for all tokens nevertheless.
@@ -141,8 +173,7 @@ FAST = {
 def test_what_the_readme_calls_fast(word):
     changes, expected = FAST[word]
     assert decide(engine_config(**changes), plugin_features()) == expected
-    ((_, says),) = [row for row in readme_table() if word in row[0] and row[1].startswith("fast")]
-    assert says
+    assert len([what for what, verdict in readme_table() if word in what and verdict.startswith("fast")]) == 1
 
 
 def readme_table():
@@ -156,11 +187,13 @@ def test_the_readme_names_each_setting_with_its_verdict():
     rows = readme_table()
     for setting in all_settings():
         variables = re.findall(r"[A-Z_]{6,}|--[a-z-]+", setting.name)
-        says = {verdict for what, verdict in rows if all(variable in what + verdict for variable in variables)}
+        says = [verdict for what, verdict in rows if all(variable in what + verdict for variable in variables)]
         expected = "normal path" if setting.remedy is None else "refused at start"
         if setting is config.TEXT_ONLY_NEEDS:
             expected = "fast; vllm-gaudi needs"
-        assert any(verdict.startswith(expected) for verdict in says), setting.name
+        # One KV cache dtype is fast, as its row says, and the others are not.
+        says = [verdict for verdict in says if setting.name != "--kv-cache-dtype" or not verdict.startswith("fast")]
+        assert [verdict.startswith(expected) for verdict in says] == [True], setting.name
 
 
 def test_the_readme_calls_nothing_fast_that_is_not_tried_here():

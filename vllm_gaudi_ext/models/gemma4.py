@@ -23,7 +23,7 @@ from vllm_gaudi.extension.runtime import get_config
 from vllm_gaudi.models.gemma4 import HpuGemma4ForConditionalGeneration, HpuGemma4Model
 from vllm_gaudi.models.gemma4 import _hpu_run_decoder_layers as run_decoder_layers
 
-from vllm_gaudi_ext import patches
+from vllm_gaudi_ext import compat, patches
 from vllm_gaudi_ext.attention.backends.hpu_attn import HpuSharedKVAttentionBackend, LastTokenMetadata
 from vllm_gaudi_ext.config import Fast, Normal, Refused, decide
 from vllm_gaudi_ext.ops import last_token_rows
@@ -227,6 +227,8 @@ def enable_fast_prefill(language_model: Gemma4ForCausalLM, vllm_config: VllmConf
     for layer in model.cross_decoder_layers:
         patches.swap_attention_backend(layer.self_attn.attn, HpuSharedKVAttentionBackend)
     patches.mark_passes_read_at_several_rows()
+    if newer := " and ".join(compat.not_run()):
+        logger.warning("vllm-gaudi-ext was not run with %s. All that it relies on was found there.", newer)
     logger.info(
         "Fast prefill is on: layers %d-%d, which read the KV cache of layers %s, run on each prompt's last token.%s",
         len(model.layers) - language_model.config.num_kv_shared_layers,
