@@ -117,6 +117,7 @@ def main() -> int:
         ):
             host = "vllm-gaudi" if hosts.name() == "plugin" else "the stand-in for vllm-gaudi"
             say(f"vLLM {importlib.metadata.version('vllm')} on {host}: starting a server without and one with {FLAG}")
+            say(f"this takes 1 to 2 minutes on idle cores; the servers log to {folder}")
             for server in (off, on):
                 server.wait_until_ready()
                 say(f"{server.name}: the server answers")
