@@ -187,7 +187,8 @@ def _each(table: dict[str, str], contains: Callable[[Any], Callable[[str], bool]
 
 
 def _assigns(cls: type) -> Callable[[str], bool]:
-    source = "\n".join(inspect.getsource(base) for base in cls.__mro__ if base.__module__.startswith("vllm"))
+    source = "\n".join(
+        inspect.getsource(base) for base in cls.__mro__ if base.__module__.split(".")[0] not in ("torch", "builtins"))
     targets = r'^\s*(?:[\w.]+\s*,\s*)*self\.{0}\b\s*(?:,\s*[\w.]+\s*)*(?::[^=\n]*)?=(?!=)|register_buffer\(\s*"{0}"'
     return lambda name: re.search(targets.format(name), source, re.MULTILINE) is not None
 
