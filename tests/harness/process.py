@@ -10,23 +10,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 
 @contextmanager
 def vllm_log() -> Iterator[list[logging.LogRecord]]:
-    """Records of INFO and above, of vLLM and all that logs under it; they do not reach the root logger."""
+    """Records of INFO and above, of vLLM and all that logs under it.
+
+    Not with a handler: vLLM may configure its log when an engine starts, which takes handlers away.
+    """
     records: list[logging.LogRecord] = []
+    call_handlers = logging.Logger.callHandlers
 
-    class Collect(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
+    def collect(logger: logging.Logger, record: logging.LogRecord) -> None:
+        if record.name.split(".")[0] == "vllm" and record.levelno >= logging.INFO:
             records.append(record)
+        call_handlers(logger, record)
 
-    handler = Collect(logging.INFO)
-    logging.getLogger("vllm").addHandler(handler)
-    try:
+    with mock.patch.object(logging.Logger, "callHandlers", collect):
         yield records
-    finally:
-        logging.getLogger("vllm").removeHandler(handler)
 
 
 def start(*arguments: str, **env: str | None) -> subprocess.Popen[str]:
