@@ -24,9 +24,10 @@ def check() -> tuple[int, list[str]]:
     if current_platform.device_name != "hpu":
         return INACTIVE, [f"vLLM runs on platform {current_platform.device_name or 'none'!r} here, not on hpu"]
     from vllm_gaudi_ext import compat
+    from vllm_gaudi_ext.config import LEFT_TO_PLUGIN, Fast, Refused, decide
 
     if compat.plugin_has_fast_prefill():
-        return INACTIVE, ["vllm-gaudi brings fast prefill itself, and vllm-gaudi-ext can be uninstalled"]
+        return INACTIVE, [LEFT_TO_PLUGIN.reason]
     try:
         importlib.import_module(compat.HPU_ATTN)
     except ImportError as error:
@@ -35,8 +36,6 @@ def check() -> tuple[int, list[str]]:
     if findings := compat.drift():
         return DRIFTED, findings
     from vllm_gaudi.extension.runtime import get_config
-
-    from vllm_gaudi_ext.config import Fast, Refused, decide
 
     verdict = decide(features=get_config())
     if isinstance(verdict, Refused):

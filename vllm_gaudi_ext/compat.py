@@ -4,12 +4,15 @@
 Of no use once the code is part of vllm-gaudi.
 """
 
+import ast
 import dataclasses
 import importlib
 import importlib.metadata
 import inspect
+import pkgutil
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from packaging.version import InvalidVersion, Version
@@ -24,29 +27,7 @@ HPU_ATTN_V1 = "vllm_gaudi.v1.attention.backends.hpu_attn"
 RUNNER = "vllm_gaudi.v1.worker.hpu_model_runner"
 HPU_OPS, HPU_UTILS = "vllm_gaudi.extension.ops", "vllm_gaudi.extension.utils"
 
-# What modules of this package import, by module.
-IMPORTS = {
-    "vllm.config": "VllmConfig",
-    "vllm.exceptions": "VLLMValidationError",
-    "vllm.forward_context": "get_forward_context",
-    "vllm.logger": "init_logger",
-    "vllm.model_executor.models.config": "MODELS_CONFIG_MAP Gemma4Config",
-    "vllm.model_executor.models.registry": "ModelRegistry",
-    "vllm.model_executor.models.utils": "extract_layer_index",
-    "vllm.platforms": "current_platform",
-    "vllm.plugins": "load_general_plugins",
-    "vllm.sampling_params": "SamplingParams",
-    "vllm.sequence": "IntermediateTensors",
-    "vllm.v1.engine.input_processor": "InputProcessor",
-    GEMMA4: "Gemma4ForCausalLM",
-    HPU_GEMMA4: "HpuGemma4ForConditionalGeneration HpuGemma4Model _apply_hpu_gemma4_patches _hpu_run_decoder_layers",
-    HPU_ATTN: "HPUAttentionImpl _set_fetch_by_id",
-    HPU_ATTN_V1: "HPUAttentionBackendV1",
-    HPU_OPS: "LoraMask",
-    "vllm_gaudi.extension.runtime": "get_config",
-    "vllm_gaudi.models": "register_model",
-}
-# Functions that it calls, overrides or wraps, and the parameters that it names or counts on.
+# Functions that this package calls, overrides or wraps, and the parameters that it names or counts on.
 PARAMETERS = {
     f"{HPU_GEMMA4}:HpuGemma4Model.forward": "input_ids positions intermediate_tensors inputs_embeds per_layer_inputs",
     f"{HPU_GEMMA4}:_hpu_run_decoder_layers": "decoder_layers positions hidden_states per_layer_inputs",
@@ -67,30 +48,22 @@ PARAMETERS = {
 }
 # Fields of dataclasses that it reads or sets.
 FIELDS = {
-    f"{RUNNER}:BatchContents":
-    "logits_positions",
-    "vllm.forward_context:ForwardContext":
-    "attn_metadata",
-    f"{HPU_ATTN_V1}:HPUAttentionMetadataV1":
-    "is_prompt seq_lens_tensor slot_mapping block_size prep_initial_states "
-    "block_list attn_bias window_block_list window_attn_bias",
-}
+    f"{RUNNER}:BatchContents": "logits_positions",
+    "vllm.forward_context:ForwardContext": "attn_metadata",
+    f"{HPU_ATTN_V1}:HPUAttentionMetadataV1": ("is_prompt seq_lens_tensor slot_mapping block_size prep_initial_states "
+                                              "block_list attn_bias window_block_list window_attn_bias"),
+}  # yapf: disable
 # Attributes of instances that it reads or sets.
 ATTRIBUTES = {
-    f"{GEMMA4}:Gemma4Model":
-    "layers norm fast_prefill_enabled hidden_size_per_layer_input vocab_size_per_layer_input "
-    "embed_tokens_per_layer embed_scale_per_layer per_layer_model_projection per_layer_projection_scale "
-    "per_layer_projection_norm per_layer_input_scale",
-    f"{GEMMA4}:Gemma4DecoderLayer":
-    "self_attn input_layernorm",
-    f"{GEMMA4}:Gemma4Attention":
-    "qkv_proj k_norm v_norm rotary_emb attn q_size num_kv_heads head_dim",
-    f"{HPU_ATTN}:HPUAttentionImpl":
-    "num_heads num_kv_heads head_size scale sliding_window "
-    "kv_sharing_target_layer_name k_cache v_cache",
-    "vllm_gaudi.ops.hpu_rotary_embedding:HPURotaryEmbedding":
-    "cos sin",
-}
+    f"{GEMMA4}:Gemma4Model": ("layers norm fast_prefill_enabled hidden_size_per_layer_input embed_tokens_per_layer "
+                              "vocab_size_per_layer_input embed_scale_per_layer per_layer_model_projection "
+                              "per_layer_projection_scale per_layer_projection_norm per_layer_input_scale"),
+    f"{GEMMA4}:Gemma4DecoderLayer": "self_attn input_layernorm",
+    f"{GEMMA4}:Gemma4Attention": "qkv_proj k_norm v_norm rotary_emb attn q_size num_kv_heads head_dim",
+    f"{HPU_ATTN}:HPUAttentionImpl": ("num_heads num_kv_heads head_size scale sliding_window "
+                                     "kv_sharing_target_layer_name k_cache v_cache"),
+    "vllm_gaudi.ops.hpu_rotary_embedding:HPURotaryEmbedding": "cos sin",
+}  # yapf: disable
 # Features of the plugin's runtime configuration that it reads.
 FEATURES = "flatten_input merged_prefill prompt_attn_impl enable_fsdpa_slicing bucketing_strategy"
 
@@ -149,41 +122,40 @@ def plugin_has_fast_prefill() -> bool:
 
 def missing_imports() -> list[str]:
     """Which names that modules of this package import are not there; empty if none."""
-    return [*_each(IMPORTS, lambda module: lambda name: hasattr(module, name), "no {!r}")]
+    return [*_each(_imports(), lambda module: lambda name: hasattr(module, name), "no {!r}")]
 
 
 def drift() -> list[str]:
     """Where the installed vllm and vllm-gaudi differ from what this package relies on; empty if nowhere."""
     return missing_imports() or [
         *_each(PARAMETERS, lambda function: inspect.signature(function).parameters.__contains__, "no parameter {!r}"),
-        *_each(FIELDS, lambda cls: {field.name
-                                    for field in dataclasses.fields(cls)}.__contains__, "no field {!r}"),
+        *_each(FIELDS, lambda cls: [field.name for field in dataclasses.fields(cls)].__contains__, "no field {!r}"),
         *_each(ATTRIBUTES, _assigns, "no code that sets {!r}"),
         *_each({"vllm_gaudi.extension.runtime:get_config": FEATURES}, _has_feature, "no feature {!r}"),
     ]
 
 
+def _imports() -> dict[str, str]:
+    """The names that modules of this package import from vllm and vllm-gaudi, by "module:"."""
+    imports: dict[str, str] = {}
+    for file in sorted(Path(__file__).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and f"{node.module}".startswith(("vllm.", "vllm_gaudi.")):
+                names = [imports.get(f"{node.module}:", ""), *(alias.name for alias in node.names)]
+                imports[f"{node.module}:"] = " ".join(names)
+    return imports
+
+
 def _each(table: dict[str, str], contains: Callable[[Any], Callable[[str], bool]], finding: str) -> Iterator[str]:
-    """A finding for each "module:path" in the table that is not there, and for each name that it does not contain."""
+    """A finding for each "module:object" in the table that is not there, and for each name that it does not contain."""
     for path, names in table.items():
-        where, _, members = path.partition(":")
+        where = path.replace(":", ".").rstrip(".")
         try:
-            obj: Any = importlib.import_module(where)
-        except Exception as error:
-            yield f"{where} cannot be imported: {error}"
-            continue
-        for member in filter(None, members.split(".")):
-            if not hasattr(obj, member):
-                yield f"{where} has no {member!r}"
-                break
-            where, obj = f"{where}.{member}", getattr(obj, member)
+            has = contains(pkgutil.resolve_name(path))
+        except Exception as error:  # whatever importing raises, too
+            yield f"{where}: {error}"
         else:
-            try:
-                has = contains(obj)
-            except (TypeError, ValueError, OSError) as error:  # another kind of object, or one without source
-                yield f"{where}: {error}"
-            else:
-                yield from (f"{where} has {finding.format(name)}" for name in names.split() if not has(name))
+            yield from (f"{where} has {finding.format(name)}" for name in dict.fromkeys(names.split()) if not has(name))
 
 
 def _assigns(cls: type) -> Callable[[str], bool]:

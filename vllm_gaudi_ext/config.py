@@ -37,6 +37,8 @@ class Refused(NamedTuple):
 
 Verdict = Fast | Normal | Inert | Refused
 
+LEFT_TO_PLUGIN = Inert("vllm-gaudi brings fast prefill itself, and vllm-gaudi-ext can be uninstalled")
+
 
 class Setting(NamedTuple):
     """A setting with which prompts cannot be fast."""
@@ -113,7 +115,7 @@ def decide(vllm_config: "VllmConfig | None" = None, features: Any = None) -> Ver
             too; None in others, as that which accepts requests.
     """
     if compat.plugin_has_fast_prefill():
-        return Inert("vllm-gaudi brings fast prefill itself, and vllm-gaudi-ext can be uninstalled")
+        return LEFT_TO_PLUGIN
     findings = compat.missing_imports()
     if not findings:
         reason = vllm_config and nothing_to_skip(vllm_config.model_config.hf_text_config)

@@ -19,7 +19,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_gaudi_ext import compat
-from vllm_gaudi_ext.config import FLAG, Refused, decide
+from vllm_gaudi_ext.config import FLAG, LEFT_TO_PLUGIN, Refused, decide
 
 logger = init_logger(f"vllm.{__name__}")  # a child of the logger that vLLM configures
 
@@ -62,8 +62,8 @@ class Gemma4FastPrefillConfig(Gemma4Config):
         verdict = decide(vllm_config)
         if isinstance(verdict, Refused):
             raise ValueError(verdict.message)
-        if compat.plugin_has_fast_prefill():
-            logger.info_once("Fast prefill is left to vllm-gaudi, which brings its own.")
+        if verdict is LEFT_TO_PLUGIN:
+            logger.info_once("Fast prefill is left to the plugin: %s.", LEFT_TO_PLUGIN.reason)
             return
         _refuse_prompt_logprobs()
 

@@ -225,3 +225,10 @@ def make_adapter(path: Path | str, checkpoint: Path | str, modules: list[str], s
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": modules, "bias": "none"}
     (path / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": str(checkpoint)}))
     return path
+
+
+def config_without_layers(checkpoint: Path) -> dict[str, Any]:
+    """For other numbers of layers: newer transformers write what single layers have by the layers' indices."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["text_config"].pop("per_layer_config", None)
+    return config

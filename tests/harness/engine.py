@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm import LLM, SamplingParams, TokensPrompt, envs
+from vllm import LLM, EngineArgs, SamplingParams, TokensPrompt, envs
+from vllm.config import VllmConfig
 from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.plugins import load_general_plugins
 
 from tests import hosts
 
@@ -52,6 +54,15 @@ def make_llm(
         raise
     _before[llm] = before
     return llm
+
+
+def engine_config(model: str | Path, *, fast: bool = True, **settings: Any) -> VllmConfig:
+    """The configuration of an engine, checked as vLLM does before it loads anything."""
+    hosts.reset()
+    load_general_plugins()
+    defaults = {name: _DEFAULTS[name] for name in ("dtype", "max_model_len", "limit_mm_per_prompt")}
+    arguments = {**defaults, "model": str(model), "kv_sharing_fast_prefill": fast, **settings}
+    return EngineArgs(**arguments).create_engine_config()
 
 
 def close(llm: LLM) -> None:

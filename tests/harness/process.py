@@ -31,6 +31,11 @@ def vllm_log() -> Iterator[list[logging.LogRecord]]:
         yield records
 
 
+def said(records: list[logging.LogRecord]) -> list[tuple[int, str]]:
+    """What this package logged: level and message of each."""
+    return [(r.levelno, r.getMessage()) for r in records if r.name.startswith("vllm.vllm_gaudi_ext")]
+
+
 def start(*arguments: str, **env: str | None) -> subprocess.Popen[str]:
     """A Python process under this one's environment but for `env`, in which None takes a variable away."""
     variables = {**os.environ, **env}

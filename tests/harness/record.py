@@ -10,7 +10,7 @@ import torch
 from vllm import LLM
 from vllm.forward_context import get_forward_context
 
-from tests.harness.engine import layers_of, text_model_of
+from tests.harness.engine import generate, layers_of, text_model_of
 from tests.harness.workload import BLOCK
 
 
@@ -33,6 +33,18 @@ def count_rows(llm: LLM) -> Iterator[list[list[int]]]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def takes_normal_path(llm: LLM, prompts: list[list[int]]) -> bool:
+    """Whether the decoder is the plugin's own, and every layer of it sees every row of each pass."""
+    modules = [text_model_of(llm), *(layer.self_attn.attn.impl for layer in layers_of(llm))]
+    modules += [layer.self_attn.attn.attn_backend for layer in layers_of(llm)]
+    classes = [module if isinstance(module, type) else type(module) for module in modules]
+    with count_rows(llm) as passes:
+        generate(llm, prompts, max_tokens=2)
+    assert passes
+    is_whole = all(len(set(rows)) == 1 for rows in passes)
+    return is_whole and not any(cls.__module__.startswith("vllm_gaudi_ext") for cls in classes)
 
 
 @dataclass(eq=False)

@@ -137,7 +137,7 @@ def test_method_that_is_gone(run, monkeypatch):
     code, answer = run()
     assert code == DRIFTED
     (reason,) = answer["reasons"]
-    assert "Gemma4Model has no 'project_per_layer_inputs'" in reason
+    assert "Gemma4Model.project_per_layer_inputs" in reason
 
 
 def test_feature_that_is_gone(run, monkeypatch):

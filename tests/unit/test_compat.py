@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which releases fit, and that the check for drift knows of everything that the package imports."""
+"""Which releases fit, and what the check for drift finds."""
 
-import ast
 import dataclasses
 import importlib
 import importlib.metadata
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-import vllm_gaudi_ext
 from vllm_gaudi_ext import compat
 
 
@@ -49,19 +46,12 @@ def test_transformers_that_vllm_cannot_load_gemma_4_with(vllm, transformers, fit
     assert misfit is None if fits else misfit.endswith("pip install transformers==5.14.1")
 
 
-def test_drift_knows_every_import_from_vllm_and_from_the_plugin():
-    imported, known = set(), set()
-    for file in Path(vllm_gaudi_ext.__file__).parent.rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("vllm.", "vllm_gaudi.")):
-                imported |= {(node.module, alias.name) for alias in node.names}
-    for module, names in compat.IMPORTS.items():
-        known |= {(module, name) for name in names.split()}
-    for path in (*compat.PARAMETERS, *compat.FIELDS, *compat.ATTRIBUTES):
-        module, _, name = path.partition(":")
-        known.add((module, name.split(".")[0]))
-    assert len(imported) > 20
-    assert imported <= known
+def test_missing_imports_knows_what_modules_and_functions_import():
+    imports = compat._imports()
+    assert imports["vllm.forward_context:"].split() == ["get_forward_context"] * 2  # prompt_pass, models/gemma4
+    assert "HPUModelRunner" in imports["vllm_gaudi.v1.worker.hpu_model_runner:"].split()  # within a function
+    assert "VllmConfig" in imports["vllm.config:"].split()  # for type checkers
+    assert all(module.startswith("vllm") for module in imports)
 
 
 @pytest.fixture
@@ -78,10 +68,12 @@ def findings(table, contains=lambda obj: lambda name: hasattr(obj, name)):
 
 def test_what_is_not_there_is_a_finding(installed):
     installed.Found = type("Found", (), {"a": 1})
-    assert findings({"installed": "Found", "installed:Found": "a"}) == []
+    assert findings({"installed:": "Found", "installed:Found": "a"}) == []
     assert findings({"installed:Found": "a b"}) == ["installed.Found has no 'b'"]
-    assert findings({"installed:Gone.method": ""}) == ["installed has no 'Gone'"]
-    assert findings({"not_installed": "a"}) == ["not_installed cannot be imported: No module named 'not_installed'"]
+    assert findings({"installed:Gone.method": ""}) == [
+        "installed.Gone.method: module 'installed' has no attribute 'Gone'"
+    ]
+    assert findings({"not_installed:": "a"}) == ["not_installed: No module named 'not_installed'"]
 
 
 @pytest.mark.parametrize("error", [ImportError, AttributeError, RuntimeError])
@@ -90,7 +82,7 @@ def test_what_cannot_be_imported_is_a_finding(error, monkeypatch):
         raise error("broken")
 
     monkeypatch.setattr(importlib, "import_module", import_module)
-    assert compat.missing_imports()[0].endswith("cannot be imported: broken")
+    assert compat.missing_imports()[0].endswith(": broken")
     assert not compat.plugin_has_fast_prefill()
 
 
