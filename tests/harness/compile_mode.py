@@ -23,7 +23,7 @@ import torch._dynamo  # noqa: E402
 from torch._dynamo.utils import counters  # noqa: E402
 from vllm import LLM  # noqa: E402
 
-from tests import engine  # noqa: E402
+from tests.harness import engine  # noqa: E402
 from tests.harness.workload import prompt_of  # noqa: E402
 
 VARIANTS: dict[str, dict[str, Any]] = {
